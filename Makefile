@@ -1,0 +1,143 @@
+# gpt8b. `make help` lists the targets; settings go on the command line: make BUILD=asan MPI=0 test
+MAKEFLAGS += -rR
+.DELETE_ON_ERROR:
+.SUFFIXES:
+.DEFAULT_GOAL := all
+
+BUILD ?= release
+ARCH  ?= native
+V     ?= 0
+MPI   ?= $(if $(shell command -v mpicc 2>/dev/null),1,0)
+NVCC  ?= $(firstword $(shell command -v nvcc 2>/dev/null) $(wildcard /usr/local/cuda/bin/nvcc))
+CUDA  ?= $(if $(NVCC),1,0)
+CC    := gcc
+
+Q   := $(if $(filter 1,$(V)),,@)
+OUT := build/$(BUILD)$(if $(filter 0,$(MPI)),-nompi)$(if $(filter 0,$(CUDA)),-nocuda)
+
+# -ffp-contract=off and no -ffast-math: the bits of a sum are part of the contract, and NaN checks must work.
+WARN    := -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wno-sign-conversion -Wstrict-prototypes -Wmissing-prototypes -Werror
+CFLAGS  := -std=c11 -D_GNU_SOURCE -I. $(WARN) -ffp-contract=off -fno-math-errno -g -fopenmp
+LDFLAGS := -fopenmp
+LDLIBS  := -linih -ljansson -lzstd -lxxhash -lm -ldl -lpthread
+
+ifeq ($(BUILD),release)
+CFLAGS += -O3 -march=$(ARCH)
+else ifeq ($(BUILD),debug)
+CFLAGS += -Og -march=$(ARCH) -DARENA_GUARD=1
+else ifeq ($(BUILD),asan)
+CFLAGS  += -O1 -march=$(ARCH) -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all -DARENA_GUARD=1
+LDFLAGS += -fsanitize=address,undefined
+else ifeq ($(BUILD),tsan)
+# libgomp is not instrumented and gives false alarms: no OpenMP here.
+CFLAGS  := $(filter-out -fopenmp,$(CFLAGS)) -O1 -march=$(ARCH) -fsanitize=thread -Wno-unknown-pragmas
+LDFLAGS := $(filter-out -fopenmp,$(LDFLAGS)) -fsanitize=thread
+else
+$(error BUILD=$(BUILD): expected release, debug, asan or tsan)
+endif
+
+ifeq ($(MPI),1)
+# -isystem: Open MPI's own headers do not pass our warnings.
+MPI_CFLAGS := $(patsubst -I%,-isystem%,$(shell mpicc --showme:compile)) -DWITH_MPI=1
+LDLIBS += $(shell mpicc --showme:link)
+endif
+ifeq ($(CUDA),1)
+CUDA_HOME := $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
+CFLAGS += -DWITH_CUDA=1
+LDLIBS += -L$(CUDA_HOME)/lib64 -lcudart_static -lrt -ldl -lstdc++
+NVFLAGS := -std=c++17 -I. -O3 -lineinfo -Werror all-warnings -Xcompiler -Wall,-Wextra -DWITH_CUDA=1
+# Plain _cuda files run on every GPU that the project knows; _sm90 and _sm100 files are written for one.
+GENCODE_cuda  := -gencode arch=compute_90a,code=sm_90a -gencode arch=compute_100a,code=sm_100a
+GENCODE_sm90  := -gencode arch=compute_90a,code=sm_90a
+GENCODE_sm100 := -gencode arch=compute_100a,code=sm_100a
+endif
+
+ROOMS := core numerics attention model optim data dist checkpoint train
+SOURCES := $(filter-out train/main.c $(if $(filter 0,$(MPI)),dist/comm_mpi.c),$(foreach r,$(ROOMS),$(wildcard $(r)/*.c)))
+KERNELS := $(if $(filter 1,$(CUDA)),$(foreach r,$(ROOMS),$(wildcard $(r)/*.cu)))
+OBJECTS := $(SOURCES:%.c=$(OUT)/%.o) $(KERNELS:%.cu=$(OUT)/%.cu.o)
+LIBRARY := $(OUT)/libgpt8b.a
+TOOLS   := $(patsubst tools/%.c,%,$(wildcard tools/*.c))
+TESTS   := $(patsubst %.c,$(OUT)/%,$(wildcard tests/*/test_*.c))
+# Other files beside the tests of a room are linked into each test of that room: oracles, drivers.
+TEST_HELPERS = $(patsubst %.c,$(OUT)/%.o,$(filter-out $(wildcard $(1)/test_*.c),$(wildcard $(1)/*.c)))
+BENCHES := $(patsubst %.c,$(OUT)/%,$(wildcard bench/*.c))
+PROGRAMS := $(addprefix $(OUT)/,$(if $(wildcard train/main.c),train_gpt8b) $(TOOLS))
+GENERATED_FROM := $(SOURCES) train/main.c $(wildcard tools/*.c tests/*/*.c bench/*.c)
+
+##@ Build
+all: $(PROGRAMS) ## the trainer and its tools, in build/<flavour>/ with links in the root
+	$(Q)for p in $(notdir $(PROGRAMS)); do ln -sf $(OUT)/$$p $$p; done
+	@echo "built $(OUT): MPI=$(MPI) CUDA=$(CUDA)"
+
+asan: ## all tests under AddressSanitizer and UBSan
+	$(MAKE) BUILD=asan CUDA=0 test
+
+tsan: ## the threaded tests under ThreadSanitizer (no OpenMP)
+	$(MAKE) BUILD=tsan CUDA=0 MPI=0 TESTS_ONLY="data" test
+
+$(OUT)/%.o: %.c
+	@mkdir -p $(@D)
+	$(Q)$(CC) $(CFLAGS) $(if $(findstring dist/comm,$<),$(MPI_CFLAGS)) -MMD -MP -c $< -o $@
+
+arch_of = $(or $(findstring sm100,$1),$(findstring sm90,$1),cuda)
+$(OUT)/%.cu.o: %.cu
+	@mkdir -p $(@D)
+	$(Q)$(NVCC) $(NVFLAGS) $(GENCODE_$(call arch_of,$<)) -MMD -MP -c $< -o $@
+
+$(LIBRARY): $(OBJECTS)
+	$(Q)rm -f $@ && ar rcs $@ $^
+
+$(OUT)/train_gpt8b: $(OUT)/train/main.o $(LIBRARY)
+	$(Q)$(CC) $(LDFLAGS) $^ $(LDLIBS) -o $@
+$(addprefix $(OUT)/,$(TOOLS)): $(OUT)/%: $(OUT)/tools/%.o $(LIBRARY)
+	$(Q)$(CC) $(LDFLAGS) $^ $(LDLIBS) -o $@
+$(BENCHES): $(OUT)/bench/%: $(OUT)/bench/%.o $(LIBRARY)
+	$(Q)$(CC) $(LDFLAGS) $^ $(LDLIBS) -o $@
+.SECONDEXPANSION:
+$(TESTS): $(OUT)/%: $(OUT)/%.o $$(call TEST_HELPERS,$$(dir $$*)) $(LIBRARY)
+	$(Q)$(CC) $(LDFLAGS) $^ $(LDLIBS) -lcmocka -o $@
+
+##@ Use
+demo: deps ## install what is missing, build, train matched arms on real text, print the verdicts, write a report
+	$(MAKE) all
+	tools/demo.sh
+
+##@ Check
+test: deps tidy ## all tests that need no GPU
+	$(MAKE) all
+	$(MAKE) test-binaries
+	BUILD_DIR=$(OUT) tools/run_tests.sh $(if $(TESTS_ONLY),$(filter $(foreach r,$(TESTS_ONLY),$(OUT)/tests/$(r)/%),$(TESTS)),$(TESTS))
+
+test/%: ## the tests of one room: make test/attention
+	$(if $(filter run,$*),$(MAKE) all)
+	$(MAKE) $(patsubst %.c,$(OUT)/%,$(wildcard tests/$*/test_*.c))
+	BUILD_DIR=$(OUT) tools/run_tests.sh $(patsubst %.c,$(OUT)/%,$(wildcard tests/$*/test_*.c))
+
+test-binaries: $(TESTS)
+bench: $(BENCHES) ## build the benchmarks: build/<flavour>/bench/*
+
+tidy: ## includes point one way, files stay small, nothing forbidden
+	$(Q)tools/tidy.sh
+
+format: ## rewrite the sources with clang-format
+	clang-format -i $$(git ls-files -co --exclude-standard '*.c' '*.h' '*.cu')
+
+format-check: ## fail if clang-format would change anything
+	clang-format --dry-run -Werror $$(git ls-files -co --exclude-standard '*.c' '*.h' '*.cu')
+
+compile_commands.json: ## for clangd and clang-tidy
+	bear --output $@ -- $(MAKE) -B OUT=build/bear all
+
+##@ House
+deps: ## install missing packages (Debian, Ubuntu); names them for other systems
+	$(Q)tools/install_deps.sh
+
+clean: ## remove build/ and the links in the root
+	rm -rf build $(notdir $(PROGRAMS)) compile_commands.json
+
+help: ## this text
+	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z_%\/.-]+:.*## / {printf "  %-24s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+.PHONY: all asan tsan demo test test-binaries bench tidy format format-check deps clean help
+-include $(patsubst %.c,$(OUT)/%.d,$(GENERATED_FROM)) $(KERNELS:%.cu=$(OUT)/%.cu.d)

@@ -1,0 +1,81 @@
+/* attention: softmax(scale Q K^T) V, forward and backward, in the formats of a recipe.
+ *
+ * Knows no model: rotary embedding, projections and norms happen outside; Q and K arrive rotated, all inputs in BF16.
+ * Variants live in attention_table.c; attention_cpu defines the meaning of each recipe. */
+#pragma once
+
+#include "attention/recipe.h"
+#include "core/tensor.h"
+
+struct attention_shape {
+    int64_t batch, tokens, heads, kv_heads, head_dim; /* query head h reads kv head h / (heads / kv_heads) */
+    bool causal;
+    float softmax_scale; /* 1 / sqrt(head_dim) in the model */
+};
+
+/* A (B, T, heads, D) tensor with D contiguous and any strides, in elements: a slice of a fused projection will do. */
+struct head_view {
+    bf16 *data;
+    int64_t batch_stride, token_stride, head_stride;
+};
+
+/* What a call observed. Sums are FP64, added in one fixed order: equal bits for any thread count.
+ * Pairs (sum, count) add over calls; attention_stats_add does so. */
+struct attention_stats {
+    double logit_max;        /* largest |softmax_scale q.k|, natural units */
+    double leak_abs, ds_abs; /* sum_i |rho_i|, sum_ij |dS_ij|, FP32 dS before it is stored */
+    double leak_stored_abs, ds_stored_abs;
+    double leak_r, r_r;          /* sum_i rho_i r_i, sum_i r_i^2: slope b = leak_r / r_r */
+    double do_count, do_flushed; /* non-zero dO elements, and those that became zero */
+    double ds_count, ds_flushed, ds_saturated;
+    double p_rows, p_lost_mass; /* rows, and the sum of probability mass whose code is zero */
+    double non_finite;          /* NaN or Inf among Q, K, V, O, dO, dQ, dK, dV */
+};
+void attention_stats_add(struct attention_stats *sum, const struct attention_stats *one);
+
+/* Forward.
+ *   q          (B, T, H, D)    bf16  in
+ *   k, v       (B, T, Hkv, D)  bf16  in
+ *   out        (B, T, H, D)    bf16  out
+ *   lse_log2   (B, H, T)       fp32  out; LSE2: row anchor plus log2 of the sum of the represented P
+ *   saved      attention_saved_bytes, out; what backward needs beside the tensors above. NULL for inference.
+ *   scratch    attention_scratch_bytes, undefined before and after
+ *   stats      added to; may be NULL
+ * A row with no visible key gives out = 0, lse_log2 = -INFINITY. Bits depend on neither B nor threads. */
+struct attention_fwd {
+    struct attention_shape shape;
+    const struct attention_recipe *recipe;
+    struct head_view q, k, v, out;
+    float *lse_log2;
+    void *saved, *scratch;
+    struct attention_stats *stats;
+};
+
+/* Backward: as above, with dout in, dq, dk, dv out (bf16, FP32 accumulation, one rounding; overwritten). */
+struct attention_bwd {
+    struct attention_shape shape;
+    const struct attention_recipe *recipe;
+    struct head_view q, k, v, out, dout, dq, dk, dv;
+    const float *lse_log2;
+    const void *saved;
+    void *scratch;
+    struct attention_stats *stats;
+};
+
+/* One implementation of both passes; they share the saved state, so they are chosen together. */
+struct attention_variant {
+    const char *name;
+    /* NULL if this variant runs (shape, recipe) on this build and machine, else why not. */
+    const char *(*refuses)(const struct attention_shape *shape, const struct attention_recipe *recipe);
+    size_t (*saved_bytes)(const struct attention_shape *shape, const struct attention_recipe *recipe);
+    size_t (*scratch_bytes)(const struct attention_shape *shape, const struct attention_recipe *recipe);
+    void (*fwd)(const struct attention_fwd *a);
+    void (*bwd)(const struct attention_bwd *a);
+};
+
+/* All variants in order of preference, NULL-terminated. */
+extern const struct attention_variant *const attention_variants[];
+
+/* Chooses once, at start. name "auto": the first that does not refuse. Fails with ERR_UNSUPPORTED naming the reason. */
+MUST_CHECK enum status attention_choose(const struct attention_shape *shape, const struct attention_recipe *recipe,
+                                        const char *name, const struct attention_variant **variant);

@@ -1,0 +1,67 @@
+/* checkpoint: save, load, list and rotate `step_XXXXXXXX/` directories (docs/file_formats.md). Knows named tensors and
+ * two JSON texts; neither model, optimizer nor ranks: the caller hands it rank, size and a barrier.
+ *
+ * A directory is a Hugging Face model directory (config.json, model.safetensors, tokenizer.json) with train_state/
+ * (optimizer tensors, state.json) and manifest.json, which holds sizes and an XXH3-128 per 64 MiB extent of every file.
+ * It is written under a temporary name, every rank its byte ranges, all fsynced; rank 0 then writes the manifest and
+ * renames. A directory without the right manifest does not exist for load. */
+#pragma once
+
+#include "checkpoint/safetensors.h"
+#include "core/json.h"
+
+#include <stdbool.h>
+
+struct checkpoint_group {
+    int rank, size;
+    enum status (*barrier)(void *context); /* also makes all ranks fail if one did: see `agree` */
+    enum status (*agree)(void *context, enum status mine, enum status *worst);
+    void *context;
+};
+
+struct checkpoint_tensor {
+    const char *name;
+    enum dtype dtype;
+    int rank;
+    int64_t shape[4];
+    void *data; /* full tensor, in every rank (data parallel without sharding) */
+};
+
+struct checkpoint_content {
+    const struct checkpoint_tensor *model; /* -> model.safetensors */
+    int n_model;
+    const struct checkpoint_tensor *state; /* -> train_state/optimizer.safetensors */
+    int n_state;
+    json_t *config; /* -> config.json (Hugging Face) */
+    json_t *train;  /* -> train_state/state.json: step, samples, versions, recipe, digests, watch, config dump */
+    const char *tokenizer_json; /* path to copy, or NULL */
+};
+
+/* Saves as folder/step_XXXXXXXX. All ranks call it. Fails with ERR_IO (errno text) on all ranks, leaving what was
+ * there. */
+MUST_CHECK enum status checkpoint_save(const char *folder, int64_t step, const struct checkpoint_group *group,
+                                       const struct checkpoint_content *content);
+
+/* The newest complete, undamaged and healthy one; logs why newer ones were skipped. `path` is "" if there is none. */
+MUST_CHECK enum status checkpoint_find(const char *folder, char *path, size_t bytes);
+
+/* Checks sizes and hashes against the manifest. ERR_DATA names file, extent, expected, found. */
+MUST_CHECK enum status checkpoint_verify(const char *path);
+
+/* Reads train_state/state.json alone; the caller decides whether it fits before reading tensors. */
+MUST_CHECK enum status checkpoint_read_train(const char *path, json_t **train);
+
+/* Reads the named tensors into their data. Name, dtype and shape must agree: "checkpoint has X, config has Y". */
+MUST_CHECK enum status checkpoint_load(const char *path, const struct checkpoint_content *content);
+
+/* Marks checkpoints after `step` suspect (a healthy mark in train_state is left as written; the mark is a file beside
+ * the manifest), so that checkpoint_find skips them. */
+MUST_CHECK enum status checkpoint_mark_suspect(const char *folder, int64_t after_step);
+
+/* Deletes old ones: keeps the newest `keep`, every one whose step is a multiple of keep_forever_every (0: none), and
+ * the newest healthy one older than `window` updates before `step`. */
+struct checkpoint_rotation {
+    int keep;
+    int64_t keep_forever_every, window, step;
+};
+MUST_CHECK enum status checkpoint_rotate(const char *folder, const struct checkpoint_rotation *rotation);

@@ -1,0 +1,18 @@
+/* core: where arrays live and loops run. Today's builds know the CPU; CUDA adds a kind, not an interface. */
+#pragma once
+
+#include "core/status.h"
+
+#include <stdint.h>
+
+enum device_kind { DEVICE_CPU, DEVICE_CUDA };
+
+struct device {
+    enum device_kind kind;
+    char name[128];       /* as the vendor writes it: CPU model name, GPU name */
+    int threads;          /* CPU: OpenMP threads of this process */
+    int64_t memory_bytes; /* what this process may plan with */
+};
+
+/* `kind` is auto, cpu or cuda. Fails with ERR_UNSUPPORTED when this build or machine lacks what was asked for. */
+MUST_CHECK enum status device_open(struct device *device, const char *kind);

@@ -1,0 +1,76 @@
+/* model: a Llama 3.1 transformer, forward and backward. Knows attention, numerics and core; neither optimizer, data,
+ * ranks nor files.
+ *
+ * Activations and gradients of activations are BF16, accumulation is FP32, weights come in BF16, gradients of weights
+ * go out in FP32. The order of every sum is fixed: bits depend on neither threads nor on the batch a sample shares. */
+#pragma once
+
+#include "attention/attention.h"
+#include "core/arena.h"
+#include "model/params.h"
+
+struct model_options {
+    struct linear_recipe linear;
+    struct attention_recipe attention;
+    const struct attention_variant *variant;
+    enum recompute recompute;
+    int64_t batch, tokens; /* the largest B and T of a call */
+    int64_t logit_rows;    /* rows of logits held at once; 0 = a default that bounds them to a few MiB */
+    uint64_t seed;         /* for stochastic rounding inside linear recipes */
+};
+
+struct model; /* activations, RoPE table, quantised weight copies */
+
+/* Carves everything from `arena` (measuring or real). Call twice, see core/arena.h. On the measuring pass *model is a
+ * throw-away that must still be closed. Fails with ERR_CONFIG or ERR_NOMEM. */
+MUST_CHECK enum status model_plan(struct model **model, struct arena *arena, const struct model_config *config,
+                                  const struct param_list *params, const struct model_options *options);
+void model_close(struct model *model);
+
+/* New weights (flat BF16 array, borrowed until the next call): rebuilds what linear recipes derive from them, once per
+ * update. Must precede the first forward. */
+void model_set_weights(struct model *model, const bf16 *weights);
+
+struct model_batch {
+    const int32_t *tokens;  /* (B, T) */
+    const int32_t *targets; /* (B, T); -1 = ignored */
+    int64_t batch, length;
+    uint64_t sample; /* index of the first sample in the run, and */
+    uint32_t update; /* the update: key the random numbers of this call */
+};
+
+struct model_loss {
+    double loss_sum; /* natural-log cross entropy summed over valid targets, in token order */
+    int64_t valid;   /* targets that are not ignored */
+};
+
+/* Forward only (evaluation, or before backward): loss, and activations saved for backward if `keep`. */
+void model_forward(struct model *model, const struct model_batch *batch, bool keep, struct model_loss *loss);
+
+/* Backward of loss_scale * loss_sum of the last forward (same batch, keep = true). grads (flat FP32) is overwritten
+ * if `accumulate` is false, added to otherwise. on_layer (may be NULL) is called when the gradients of a layer are
+ * final: L for the head and final norm, L-1 .. 0, then -1 for the embedding. */
+struct model_backward {
+    const struct model_batch *batch;
+    float loss_scale; /* 1 / valid targets of the whole update */
+    float *grads;
+    bool accumulate;
+    void (*on_layer)(void *context, int layer);
+    void *context;
+};
+void model_backward(struct model *model, const struct model_backward *b);
+
+/* Logits of the last position block, for tests and export checks: (rows, V) FP32 of the given token rows of the last
+ * forward's final hidden state. */
+void model_logits(struct model *model, int64_t first_row, int64_t rows, float *logits);
+
+/* Statistics of attention by layer, added since the last model_stats_reset. Length: layers. */
+const struct attention_stats *model_stats(const struct model *model);
+void model_stats_reset(struct model *model);
+
+/* FLOPs of a training token, forward and backward: 6 (N - embedding) + 12 L heads head_dim T (PaLM's count; the paper's
+ * 51.47 G for 8B at T 4096). */
+double model_flops_per_token(const struct model_config *config, const struct param_list *params, int64_t tokens);
+
+/* A table of layer -> format of each projection, into the log. */
+void model_report_formats(const struct model_config *config, const struct model_options *options);

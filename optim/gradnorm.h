@@ -1,0 +1,18 @@
+/* optim: the global gradient norm and what clipping makes of it. */
+#pragma once
+
+#include "optim/adamw.h"
+
+struct gradnorm {
+    double norm;        /* sqrt of the sum of squares; NaN or Inf if any gradient is */
+    int64_t non_finite; /* gradients that are NaN or Inf */
+    int bad_segment;    /* first segment that has one, -1 if none */
+    size_t bad_element; /* its first bad element, within the segment */
+};
+
+/* Squares are summed over fixed blocks of 4096 elements per segment, then by a binary tree: bits depend on the
+ * gradients only. */
+struct gradnorm gradnorm_of(const float *grads, const struct adamw_segment *segments, int n_segments);
+
+/* min(1, clip / norm); 1 when clip <= 0. The norm must be finite. */
+float gradnorm_clip_scale(double norm, float clip);
