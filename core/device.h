@@ -16,3 +16,7 @@ struct device {
 
 /* `kind` is auto, cpu or cuda. Fails with ERR_UNSUPPORTED when this build or machine lacks what was asked for. */
 MUST_CHECK enum status device_open(struct device *device, const char *kind);
+
+/* The first GPU and 10 * major + minor of its compute capability. Only in builds with CUDA (device_cuda.cu).
+ * Fails with ERR_UNSUPPORTED if there is none, ERR_DEVICE if the runtime breaks. */
+MUST_CHECK enum status device_cuda_query(struct device *gpu, int *capability);

@@ -14,8 +14,9 @@ enum { GEMM_K_BLOCK = 256 };
 /* C (m, n) = alpha op(A) (m, k) op(B) (k, n) + beta C, row-major.
  *   a   (m, k), or (k, m) if trans_a; row stride lda elements; FP32 or BF16
  *   b   (k, n), or (n, k) if trans_b; row stride ldb
- *   c   (m, n); row stride ldc; FP32 or BF16 (one rounding, of alpha * sum + beta * c). c overlaps neither a nor b.
- *   alpha, beta: beta 0 never reads C (NaN in it does not matter). Any m, n, k >= 0; k = 0 gives beta C.
+ *   c   (m, n); row stride ldc; FP32, or BF16 (the FP32 result, rounded once). c overlaps neither a nor b.
+ *   alpha, beta: the result is alpha * sum, then fma(beta, c, that). beta 0 never reads C (NaN in it does not matter).
+ *   Any m, n, k >= 0; k = 0 gives beta C.
  * Uses all OpenMP threads, or the calling thread alone inside a parallel region; scratch is a small per-thread buffer.
  */
 struct gemm {

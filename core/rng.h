@@ -4,6 +4,9 @@
 
 #include <stdint.h>
 
+/* Elements of a stream are numbered below this: block of four and update share 64 bits. More ASSERTs. */
+#define RNG_ELEMENTS_MAX (UINT64_C(1) << 34)
+
 /* A stream is a purpose: the FNV-1a hash of a name such as "init/model.embed_tokens.weight". */
 uint64_t rng_stream(const char *name);
 

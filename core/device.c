@@ -1,0 +1,81 @@
+/* core: devices. */
+#include "core/device.h"
+
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+/* "model name : ..." of the first processor; ARM kernels have no such line. */
+static void cpu_name(char *name, size_t bytes)
+{
+    snprintf(name, bytes, "unnamed CPU");
+    FILE *file = fopen("/proc/cpuinfo", "re");
+    if (!file) {
+        return;
+    }
+    char line[256];
+    while (fgets(line, sizeof line, file)) {
+        char *colon = strchr(line, ':');
+        if (strncmp(line, "model name", 10) == 0 && colon && colon[1] == ' ') {
+            snprintf(name, bytes, "%.*s", (int)strcspn(colon + 2, "\n"), colon + 2);
+            break;
+        }
+    }
+    fclose(file);
+}
+
+/* Physical memory, or the limit of the control group (container) where that is less. */
+static int64_t cpu_memory_bytes(void)
+{
+    int64_t bytes = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+    FILE *file = fopen("/sys/fs/cgroup/memory.max", "re");
+    long long limit; /* the file may also say "max" */
+    if (file) {
+        if (fscanf(file, "%lld", &limit) == 1 && limit > 0 && limit < bytes) {
+            bytes = limit;
+        }
+        fclose(file);
+    }
+    return bytes;
+}
+
+static void cpu_open(struct device *device)
+{
+    *device = (struct device){.kind = DEVICE_CPU, .threads = 1, .memory_bytes = cpu_memory_bytes()};
+    cpu_name(device->name, sizeof device->name);
+#ifdef _OPENMP
+    device->threads = omp_get_max_threads();
+#endif
+}
+
+static enum status cuda_open(void)
+{
+#if WITH_CUDA
+    struct device gpu;
+    int capability;
+    TRY(device_cuda_query(&gpu, &capability));
+    return status_fail(
+        ERR_UNSUPPORTED,
+        "device cuda: %s (compute capability %d.%d, %.0f GiB) found, but this build has no GPU operators "
+        "yet; use device cpu",
+        gpu.name, capability / 10, capability % 10, (double)gpu.memory_bytes / 0x1p30);
+#else
+    return status_fail(ERR_UNSUPPORTED, "device cuda: built without CUDA; use device cpu, or build with CUDA=1");
+#endif
+}
+
+enum status device_open(struct device *device, const char *kind)
+{
+    if (strcmp(kind, "cuda") == 0) {
+        return cuda_open();
+    }
+    /* auto is the CPU also where there is a GPU: no operator runs on one yet. */
+    if (strcmp(kind, "cpu") == 0 || strcmp(kind, "auto") == 0) {
+        cpu_open(device);
+        return OK;
+    }
+    return status_fail(ERR_CONFIG, "device \"%s\": expected auto, cpu or cuda", kind);
+}
