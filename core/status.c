@@ -87,7 +87,7 @@ const char *status_last_message(void)
     return last_message;
 }
 
-_Noreturn void assert_failed(const char *expression, const char *file, int line)
+void assert_failed(const char *expression, const char *file, int line)
 {
     log_line(LOG_ERROR, "%s:%d: a mistake of this program: %s does not hold", file, line, expression);
     abort();

@@ -46,6 +46,6 @@ const char *status_last_message(void);
         }                                                                                                              \
     } while (0)
 
-_Noreturn void assert_failed(const char *expression, const char *file, int line);
+__attribute__((noreturn)) void assert_failed(const char *expression, const char *file, int line);
 
 #define ASSERT(expression) ((expression) ? (void)0 : assert_failed(#expression, __FILE__, __LINE__))
