@@ -9,7 +9,7 @@ enum device_kind { DEVICE_CPU, DEVICE_CUDA };
 
 struct device {
     enum device_kind kind;
-    char name[128];       /* as the vendor writes it: CPU model name, GPU name */
+    char name[256];       /* as the vendor writes it: CPU model name, GPU name */
     int threads;          /* CPU: OpenMP threads of this process */
     int64_t memory_bytes; /* what this process may plan with */
 };
