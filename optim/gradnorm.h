@@ -10,8 +10,8 @@ struct gradnorm {
     size_t bad_element; /* its first bad element, within the segment */
 };
 
-/* Squares are summed over fixed blocks of 4096 elements per segment, then by a binary tree: bits depend on the
- * gradients only. */
+/* Squares are summed in FP64 over fixed blocks of 4096 elements, the blocks of a segment by a binary tree padded with
+ * zeros, the segments likewise: bits depend on the gradients only. */
 struct gradnorm gradnorm_of(const float *grads, const struct adamw_segment *segments, int n_segments);
 
 /* min(1, clip / norm); 1 when clip <= 0. The norm must be finite. */
