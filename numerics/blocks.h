@@ -11,7 +11,8 @@
 float amax_of(const float *x, int64_t n, int64_t stride);
 float amax_of_bf16(const bf16 *x, int64_t n, int64_t stride);
 
-/* The largest 2^k with 2^k amax <= limit; 1 if amax is 0. */
+/* The largest 2^k with 2^k amax <= limit, k at most 126 so that 2^-k is a normal number; 1 if amax is 0, Inf or NaN. */
+enum { POW2_SCALE_MAX = 126 };
 float pow2_scale(float amax, float limit);
 
 enum nvfp4_rule { NVFP4_AMAX, NVFP4_MSE };
@@ -24,6 +25,13 @@ void nvfp4_encode(const float *x, int n, int64_t stride, float g, enum nvfp4_rul
 
 /* The encoded values themselves, written back as FP32 (exact in BF16 too): y may be x. */
 void nvfp4_round(const float *x, int n, int64_t stride, float g, enum nvfp4_rule rule, float *y);
+
+/* The amax rule with a stochastically rounded payload (the scale is rounded to nearest); bits: n random words. */
+void nvfp4_round_sr(const float *x, int n, int64_t stride, float g, const uint32_t *bits, float *y);
+
+/* One scale for a tile of up to 16 x 16 (weights of linear layers, so that W and its transpose hold the same values).
+ * Rows lie `stride` apart in x and in y; y may be x. */
+void nvfp4_round_tile16(const float *x, int rows, int cols, int64_t stride, float g, float *y);
 
 /* Folded scales (inference): at D = 128, blocks 64 features apart share the scale with the least joint squared error.
  * x and y are 128 contiguous features of one row. */
