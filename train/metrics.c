@@ -1,0 +1,203 @@
+/* train: metrics rows and the console. */
+#include "train/metrics.h"
+
+#include "core/file.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+
+enum { PATH_BYTES = CONFIG_PATH + 64, FILE_BYTES_MAX = 1 << 30 };
+
+/* Keeps the rows of updates up to `update`. */
+static enum status keep_rows(const char *path, int64_t update)
+{
+    char *text = NULL;
+    size_t bytes = 0, kept = 0;
+    FILE *probe = fopen(path, "r");
+    if (probe == NULL) {
+        return OK;
+    }
+    fclose(probe);
+    TRY(file_read_all(path, FILE_BYTES_MAX, &text, &bytes));
+    for (char *line = text; line < text + bytes;) {
+        char *end = memchr(line, '\n', (size_t)(text + bytes - line));
+        long long step = 0;
+        if (end == NULL) {
+            break;
+        }
+        size_t length = (size_t)(end - line) + 1;
+        if (sscanf(line, "{\"step\": %lld", &step) == 1 && step <= update) {
+            memmove(text + kept, line, length);
+            kept += length;
+        }
+        line = end + 1;
+    }
+    enum status status = kept == bytes ? OK : file_write_atomic(path, text, kept);
+    free(text);
+    return status;
+}
+
+static enum status open_rows(FILE **file, const char *out, const char *name, int64_t update)
+{
+    char path[PATH_BYTES];
+    snprintf(path, sizeof path, "%s/%s", out, name);
+    TRY(keep_rows(path, update));
+    *file = fopen(path, "ae");
+    return *file != NULL ? OK : status_fail_errno(ERR_IO, path, "cannot open for writing");
+}
+
+enum status metrics_open(struct metrics *metrics, const char *out, int64_t update, int rank)
+{
+    *metrics = (struct metrics){.first_update = update, .started_s = step_clock_s()};
+    if (rank != 0) {
+        return OK;
+    }
+    TRY(open_rows(&metrics->rows, out, "metrics.jsonl", update));
+    return open_rows(&metrics->layers, out, "layers.jsonl", update);
+}
+
+void metrics_close(struct metrics *metrics)
+{
+    if (metrics->rows != NULL) {
+        fclose(metrics->rows);
+    }
+    if (metrics->layers != NULL) {
+        fclose(metrics->layers);
+    }
+    metrics->rows = metrics->layers = NULL;
+}
+
+static double ratio(double part, double whole)
+{
+    return whole != 0 ? part / whole : NAN;
+}
+
+static void put(json_t *row, const char *key, double value)
+{
+    json_object_set_new(row, key, json_finite(value));
+}
+
+/* The attention statistics of DESIGN's row, from sums over calls. */
+static void put_attention(json_t *row, const struct attention_stats *s)
+{
+    put(row, "logit_max", s->p_rows > 0 ? s->logit_max : NAN);
+    put(row, "row_leak", ratio(s->leak_abs, s->ds_abs));
+    put(row, "row_leak_stored", ratio(s->leak_stored_abs, s->ds_stored_abs));
+    put(row, "row_leak_slope", ratio(s->leak_r, s->r_r));
+    put(row, "do_flushed", ratio(s->do_flushed, s->do_count));
+    put(row, "ds_flushed", ratio(s->ds_flushed, s->ds_count));
+    put(row, "ds_saturated", ratio(s->ds_saturated, s->ds_count));
+    put(row, "p_lost_mass", ratio(s->p_lost_mass, s->p_rows));
+}
+
+static enum status write_row(FILE *file, json_t *row)
+{
+    /* A space after the colon is part of the form that keep_rows reads. */
+    int failed = json_dumpf(row, file, 0) != 0 || fputc('\n', file) == EOF || fflush(file) != 0;
+    json_decref(row);
+    return failed ? status_fail_errno(ERR_IO, "metrics", "cannot write a row") : OK;
+}
+
+static double memory_gib(void)
+{
+    struct rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    return (double)usage.ru_maxrss / 0x1p20;
+}
+
+static void print_duration(double seconds, char *text, size_t bytes)
+{
+    long long s = (long long)(seconds + 0.5);
+    snprintf(text, bytes, "%lld:%02lld:%02lld", s / 3600, s / 60 % 60, s % 60);
+}
+
+static void print_console(const struct metrics *metrics, const struct trainer *t, const struct step_result *r,
+                          double val_loss, double tokens_per_s)
+{
+    char left[32], val[32] = "";
+    double done = (double)(r->update - metrics->first_update);
+    double each = (step_clock_s() - metrics->started_s) / (done > 0 ? done : 1);
+    print_duration(each * (double)(t->config->schedule.steps - r->update), left, sizeof left);
+    if (!isnan(val_loss)) {
+        snprintf(val, sizeof val, "  val %.4f", val_loss);
+    }
+    printf("step %lld/%lld  loss %.4f%s  norm %.3g  lr %.2e  %.0f tok/s  %s  left %s\n", (long long)r->update,
+           (long long)t->config->schedule.steps, r->loss, val, r->grad_norm, r->lr, tokens_per_s,
+           verdict_names[r->verdict], left);
+    fflush(stdout);
+}
+
+enum status metrics_write(struct metrics *metrics, const struct trainer *t, const struct step_result *r,
+                          double val_loss, bool last)
+{
+    if (metrics->rows == NULL || (r->update % t->config->log_every != 0 && !last && isnan(val_loss))) {
+        return OK;
+    }
+    double tokens = (double)(t->config->data.batch * t->config->data.seq_len), seconds = r->step_ms / 1e3;
+    double flops = model_flops_per_token(&t->config->model, &t->params, t->config->data.seq_len);
+    struct attention_stats all = {0};
+    char hash[32];
+    for (int l = 0; l < t->config->model.layers; l++) {
+        json_t *row = json_object();
+        json_object_set_new(row, "step", json_integer(r->update));
+        json_object_set_new(row, "layer", json_integer(l));
+        put_attention(row, &r->layer_stats[l]);
+        put(row, "non_finite", r->layer_stats[l].non_finite);
+        TRY(write_row(metrics->layers, row));
+        attention_stats_add(&all, &r->layer_stats[l]);
+    }
+    json_t *row = json_object();
+    json_object_set_new(row, "step", json_integer(r->update));
+    json_object_set_new(row, "tokens", json_integer((json_int_t)((double)r->update * tokens)));
+    put(row, "loss", r->loss);
+    put(row, "val_loss", val_loss);
+    put(row, "grad_norm", r->grad_norm);
+    put(row, "lr", r->lr);
+    put(row, "step_ms", r->step_ms);
+    put(row, "data_ms", r->data_ms);
+    put(row, "forward_ms", r->forward_ms);
+    put(row, "backward_ms", r->backward_ms);
+    put(row, "comm_ms", r->comm_ms);
+    put(row, "optim_ms", r->optim_ms);
+    put(row, "tokens_per_s", tokens / seconds);
+    put(row, "tflops", tokens * flops / seconds / 1e12);
+    put(row, "mfu", NAN); /* no CPU states a peak that would mean anything here */
+    put(row, "mem_gib", memory_gib());
+    put_attention(row, &all);
+    json_object_set_new(row, "non_finite", json_integer(r->non_finite));
+    snprintf(hash, sizeof hash, "%016llx", (unsigned long long)r->batch_hash);
+    json_object_set_new(row, "batch_hash", json_string(hash));
+    json_object_set_new(row, "verdict", json_string(verdict_names[r->verdict]));
+    TRY(write_row(metrics->rows, row));
+    if (t->config->log_stdout) {
+        print_console(metrics, t, r, val_loss, tokens / seconds);
+    }
+    return OK;
+}
+
+enum status metrics_write_verdict(const char *out, const struct trainer *t, const struct metrics_end *end)
+{
+    char path[PATH_BYTES];
+    if (t->comm->rank != 0) {
+        return OK;
+    }
+    json_t *root = json_object();
+    json_object_set_new(root, "verdict", json_string(end->verdict));
+    json_object_set_new(root, "finished", json_boolean(end->finished));
+    json_object_set_new(root, "step", json_integer(end->step));
+    json_object_set_new(root, "onset", end->onset > 0 ? json_integer(end->onset) : json_null());
+    json_object_set_new(root, "reason", json_string(end->reason));
+    put(root, "loss", end->loss);
+    put(root, "eval_loss", end->eval_loss);
+    put(root, "eval_loss_pv_fp8", end->eval_loss_pv_fp8);
+    json_object_set_new(root, "last_healthy_checkpoint",
+                        end->last_healthy_checkpoint[0] != '\0' ? json_string(end->last_healthy_checkpoint)
+                                                                : json_null());
+    json_object_set_new(root, "config", config_to_json(t->config));
+    snprintf(path, sizeof path, "%s/verdict.json", out);
+    enum status status = json_write_file(path, root);
+    json_decref(root);
+    return status;
+}

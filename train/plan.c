@@ -1,0 +1,174 @@
+/* train: legality and the plan. */
+#include "train/plan.h"
+
+#include "core/log.h"
+#include "model/model.h"
+#include "train/trainer.h"
+
+#include <glob.h>
+#include <string.h>
+
+typedef long long ll;
+
+static enum status check_batch(const struct config *config, int ranks)
+{
+    int64_t batch = config->data.batch;
+    if (config->run.deterministic != DETERMINISTIC_ANY) {
+        return status_fail(ERR_UNSUPPORTED,
+                           "run.deterministic: off and layout allow sums in other orders for speed, which no CPU code "
+                           "does: remove the key or set any");
+    }
+    if (config->data.micro_batch != 1) {
+        return status_fail(ERR_UNSUPPORTED,
+                           "data.micro_batch = %lld: run.deterministic = any sums gradients sample by sample, so 1 "
+                           "sequence runs at a time: remove the key or set 1",
+                           (ll)config->data.micro_batch);
+    }
+    if ((ranks & (ranks - 1)) != 0) {
+        int below = 1;
+        while (2 * below <= ranks) {
+            below *= 2;
+        }
+        return status_fail(
+            ERR_CONFIG,
+            "%d ranks: run.deterministic = any adds gradients in a binary tree and needs a power of two: "
+            "start %d or %d",
+            ranks, below, 2 * below);
+    }
+    if (batch % ranks != 0) {
+        int64_t below = batch / ranks * ranks;
+        return status_fail(ERR_CONFIG,
+                           "data.batch = %lld sequences cannot be shared equally by %d ranks: the nearest valid values "
+                           "are %lld and %lld",
+                           (ll)batch, ranks, (ll)(below > 0 ? below : ranks), (ll)(below + ranks));
+    }
+    return OK;
+}
+
+static enum status check_lengths(struct config *config)
+{
+    if (config->data.seq_len > config->model.context) {
+        return status_fail(ERR_CONFIG, "data.seq_len = %lld is longer than model.context = %d: raise model.context",
+                           (ll)config->data.seq_len, config->model.context);
+    }
+    if (config->eval_every > 0 && config->data.val[0] == '\0') {
+        return status_fail(ERR_CONFIG, "eval.every = %lld, but data.val names no shards", (ll)config->eval_every);
+    }
+    if (config->schedule.steps >= INT32_MAX || config->schedule.steps > INT64_MAX / config->data.batch) {
+        return status_fail(ERR_CONFIG, "%lld updates of %lld sequences: too many to count; at most %d updates",
+                           (ll)config->schedule.steps, (ll)config->data.batch, INT32_MAX - 1);
+    }
+    int64_t longest = config->schedule.steps > 1 ? config->schedule.steps - 1 : 0;
+    if (config->schedule.warmup > longest) {
+        log_info("notice: schedule.warmup = %lld does not fit into %lld updates: cut to %lld",
+                 (ll)config->schedule.warmup, (ll)config->schedule.steps, (ll)longest);
+        config->schedule.warmup = longest;
+    }
+    return OK;
+}
+
+enum status plan_check(struct config *config, int ranks)
+{
+    TRY(check_batch(config, ranks));
+    TRY(check_lengths(config));
+    TRY(model_config_check(&config->model, &config->linear));
+    return attention_recipe_check(&config->attention, config->model.head_dim);
+}
+
+static void print_bytes(FILE *out, const char *name, double bytes)
+{
+    fprintf(out, "  %-40s %12.2f MiB\n", name, bytes / 0x1p20);
+}
+
+static void print_memory(FILE *out, const struct config *config, const struct arena *arena, const struct device *device)
+{
+    double need = (double)arena->high_water, have = (double)device->memory_bytes;
+    fprintf(out, "memory of a rank (by class)\n");
+    for (int i = 0; i < arena->n_labels; i++) {
+        print_bytes(out, arena->labels[i].name, (double)arena->labels[i].bytes);
+    }
+    print_bytes(out, "total", need);
+    fprintf(out, "  device: %s, %d threads, %.2f GiB: ", device->name, device->threads, have / 0x1p30);
+    if (need <= have) {
+        fprintf(out, "fits (per rank; ranks on one machine share it)\n");
+        return;
+    }
+    fprintf(out, "DOES NOT FIT: needs %.2f GiB, %.1f times what there is\n", need / 0x1p30, need / have);
+    for (int i = 0; i < arena->n_labels; i++) {
+        if ((double)arena->labels[i].bytes > have) {
+            fprintf(out, "  %s alone is too large\n", arena->labels[i].name);
+        }
+    }
+    fprintf(out, "  try:%s%s%s a smaller model or a shorter data.seq_len\n",
+            config->recompute == RECOMPUTE_NONE ? " device.recompute = block," : "",
+            config->optim.moments_bf16 ? "" : " optim.moments = bf16,",
+            config->optim.master_fp32 ? " optim.master = none," : "");
+}
+
+static void print_data(FILE *out, const char *name, const char *globs)
+{
+    char copy[CONFIG_GLOBS], *rest = copy;
+    size_t files = 0;
+    snprintf(copy, sizeof copy, "%s", globs);
+    for (char *word; (word = strtok_r(rest, " ", &rest)) != NULL;) {
+        glob_t found;
+        if (glob(word, 0, NULL, &found) == 0) {
+            files += found.gl_pathc;
+            globfree(&found);
+        }
+    }
+    fprintf(out, "  %-12s %zu shards%s%s\n", name, files, files == 0 ? ": nothing there yet at " : "",
+            files == 0 ? globs : "");
+}
+
+static void print_run(FILE *out, const struct config *config, int ranks)
+{
+    int64_t steps = config->schedule.steps, every = config->checkpoint.every;
+    int64_t tokens = config->data.batch * config->data.seq_len;
+    fprintf(out, "run\n  %-12s %lld of %lld sequences x %lld tokens = %lld tokens each, %lld in all\n", "updates",
+            (ll)steps, (ll)config->data.batch, (ll)config->data.seq_len, (ll)tokens, (ll)(steps * tokens));
+    fprintf(out, "  %-12s %d, %lld sequences each, run one at a time\n", "ranks", ranks,
+            (ll)(config->data.batch / ranks));
+    fprintf(out, "  %-12s %s, peak %g at update %lld, last %g\n", "schedule",
+            schedule_kind_names[config->schedule.kind], (double)config->optim.lr_peak,
+            (ll)(config->schedule.warmup > 1 ? config->schedule.warmup : 1),
+            (double)config->optim.lr_peak * schedule_factor(&config->schedule, steps));
+    int64_t saves = every > 0 ? (steps + every - 1) / every : 1;
+    fprintf(out, "  %-12s %lld into %s/checkpoints, newest %d kept\n", "checkpoints", (ll)saves, config->run.out,
+            config->checkpoint.keep);
+    print_data(out, "data.train", config->data.train);
+    if (config->data.val[0] != '\0') {
+        print_data(out, "data.val", config->data.val);
+    }
+}
+
+enum status plan_print(const struct config *config, struct comm *comm, const struct device *device, FILE *out)
+{
+    struct arena arena;
+    struct param_list params;
+    char recipe[512];
+    TRY(trainer_measure(config, comm, &arena));
+    TRY(param_list_open(&params, &config->model));
+    double flops = model_flops_per_token(&config->model, &params, config->data.seq_len);
+    struct model_options options = {.linear = config->linear, .attention = config->attention};
+    struct attention_shape shape = trainer_attention_shape(config);
+    enum status status = attention_choose(&shape, &config->attention, config->attention_variant, &options.variant);
+    if (status == OK && comm->rank == 0) {
+        attention_recipe_print(&config->attention, recipe, sizeof recipe);
+        fprintf(out, "plan of %s\nmodel\n  %-12s %zu (%d layers, width %d, %d/%d heads x %d, ffn %d, vocabulary %d)\n",
+                config->run.name, "parameters", params.parameters, config->model.layers, config->model.width,
+                config->model.heads, config->model.kv_heads, config->model.head_dim, config->model.ffn,
+                config->model.vocab);
+        fprintf(out, "  %-12s %.4g GFLOP a token, forward and backward\n", "work", flops / 1e9);
+        fprintf(out, "operators\n  %-12s %s: %s\n", "attention", options.variant->name, recipe);
+        fprintf(out, "  %-12s cpu: attn %s, mlp %s, head %s (all but bf16 emulated)\n", "linear",
+                linear_format_names[config->linear.attn], linear_format_names[config->linear.mlp],
+                linear_format_names[config->linear.head]);
+        fprintf(out, "  %-12s cpu\n", "others");
+        print_run(out, config, comm->size);
+        print_memory(out, config, &arena, device);
+        fflush(out);
+    }
+    param_list_close(&params);
+    return status;
+}

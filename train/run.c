@@ -1,0 +1,188 @@
+/* train: the loop around the step. */
+#include "train/run.h"
+
+#include "core/log.h"
+#include "train/eval.h"
+#include "train/run_folder.h"
+#include "train/signals.h"
+#include "train/snapshot.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+enum { PATH_BYTES = CONFIG_PATH + 64 };
+
+struct run {
+    const struct config *config;
+    const struct run_options *options;
+    struct run_folder folder;
+    struct trainer trainer;
+    struct metrics metrics;
+    double val_loss; /* of the newest evaluation */
+    int64_t val_update;
+};
+
+static enum status open_log(const struct config *config, const struct comm *comm)
+{
+    char path[PATH_BYTES];
+    if (comm->rank != 0) {
+        return OK;
+    }
+    snprintf(path, sizeof path, "%s/log.txt", config->run.out);
+    TRY(log_open_file(path));
+    snprintf(path, sizeof path, "%s/config.toml", config->run.out);
+    return config_dump(config, path);
+}
+
+static void report_start(const struct trainer *t)
+{
+    char recipe[512];
+    attention_recipe_print(&t->config->attention, recipe, sizeof recipe);
+    log_info("run %s: %zu parameters, %.2f GiB a rank, %d ranks, %d threads each, on %s", t->config->run.name,
+             t->params.parameters, (double)t->arena.high_water / 0x1p30, t->comm->size, t->device->threads,
+             t->device->name);
+    log_info("attention %s: %s", t->options.variant->name, recipe);
+    model_report_formats(&t->config->model, &t->options);
+    log_info(
+        "data: %llu windows of %lld tokens; weight decay on matrices and embeddings, not on norm gains; clipping %s",
+        (unsigned long long)loader_windows(t->train), (long long)t->config->data.seq_len,
+        t->config->optim.clip > 0 ? "by the global norm" : "off");
+}
+
+static enum status start(struct run *run, struct comm *comm, const struct device *device)
+{
+    struct trainer *t = &run->trainer;
+    bool resumed;
+    TRY(run_folder_open(&run->folder, run->config->run.out, comm));
+    TRY(ranks_agree(comm, open_log(run->config, comm)));
+    TRY(trainer_open(t, run->config, comm, device));
+    TRY(snapshot_resume(t, run->config->run.out, &resumed));
+    if (!resumed && run->options->start_from != NULL) {
+        TRY(snapshot_load(t, run->options->start_from, "attention.* linear.* run.seed"));
+    }
+    report_start(t);
+    TRY(ranks_agree(comm, metrics_open(&run->metrics, run->config->run.out, t->update, comm->rank)));
+    ranks_quiet(comm, false);
+    return OK;
+}
+
+static double partner_loss(const struct run_options *options, int64_t update)
+{
+    return update < options->partner_count ? options->partner_loss[update] : NAN;
+}
+
+static enum status evaluate(struct run *run)
+{
+    struct trainer *t = &run->trainer;
+    if (run->val_update != t->update) {
+        TRY(eval_run(t, &run->val_loss));
+        run->val_update = t->update;
+    }
+    return OK;
+}
+
+/* Has anybody been asked to stop, or is the time over? One answer for all ranks. */
+static enum status stop_agreed(struct run *run, bool *stop)
+{
+    double deadline = run->options->deadline_s;
+    int64_t wanted = signals_stop_wanted() ? 2 : deadline > 0 && step_clock_s() >= deadline ? 1 : 0;
+    TRY(comm_max_i64(run->trainer.comm, &wanted, 1));
+    *stop = wanted != 0;
+    if (*stop) {
+        log_info("stopping after update %lld: %s", (long long)run->trainer.update,
+                 wanted == 2 ? "asked by a signal" : "run.max_minutes is over");
+    }
+    return OK;
+}
+
+/* Updates until the last one, a verdict or a wish to stop. */
+static enum status loop(struct run *run)
+{
+    struct trainer *t = &run->trainer;
+    const struct config *config = run->config;
+    while (t->update < config->schedule.steps) {
+        struct step_result result;
+        enum status status = step_run(t, partner_loss(run->options, t->update + 1), &result);
+        if (status == ERR_DIVERGED) {
+            TRY(metrics_write(&run->metrics, t, &result, NAN, true));
+            return status;
+        }
+        TRY(status);
+        bool last = t->update == config->schedule.steps, stop = false;
+        bool eval = last || (config->eval_every > 0 && t->update % config->eval_every == 0);
+        if (eval) {
+            TRY(evaluate(run));
+        }
+        TRY(metrics_write(&run->metrics, t, &result, eval ? run->val_loss : NAN, last));
+        if (!last) {
+            TRY(stop_agreed(run, &stop));
+        }
+        if (last || stop || (config->checkpoint.every > 0 && t->update % config->checkpoint.every == 0)) {
+            TRY(snapshot_save(t, config->run.out));
+        }
+        if (stop) {
+            return ERR_STOPPED;
+        }
+    }
+    return OK;
+}
+
+/* verdict.json, whatever the end was. */
+static enum status conclude(struct run *run, enum status ended)
+{
+    struct trainer *t = &run->trainer;
+    char healthy[PATH_BYTES] = "";
+    double pv_fp8 = NAN;
+    if (ended != ERR_STOPPED) {
+        TRY(evaluate(run));
+    }
+    if (ended != ERR_STOPPED && run->options->eval_pv_fp8) {
+        TRY(eval_run_pv_fp8(t, &pv_fp8));
+    }
+    bool diverged = ended == ERR_DIVERGED || watch_verdict(t->watch) == VERDICT_DIVERGED;
+    const char *reason = watch_reason(t->watch);
+    if (t->comm->rank == 0) {
+        int64_t onset = diverged ? watch_onset(t->watch) : 0;
+        TRY(snapshot_last_healthy(run->config->run.out, onset, healthy, sizeof healthy));
+    }
+    struct metrics_end end = {.finished = ended != ERR_STOPPED,
+                              .step = t->update,
+                              .onset = watch_onset(t->watch),
+                              .loss = t->last_loss,
+                              .eval_loss = ended == ERR_STOPPED ? NAN : run->val_loss,
+                              .eval_loss_pv_fp8 = pv_fp8,
+                              .verdict = verdict_names[diverged ? VERDICT_DIVERGED : watch_verdict(t->watch)],
+                              .reason = reason,
+                              .last_healthy_checkpoint = healthy};
+    TRY(ranks_agree(t->comm, metrics_write_verdict(run->config->run.out, t, &end)));
+    log_info("verdict of %s: %s after update %lld%s%s", run->config->run.name, end.verdict, (long long)t->update,
+             reason[0] != '\0' ? ": " : "", reason);
+    return ended;
+}
+
+enum status run_train(const struct config *config, struct comm *comm, const struct device *device,
+                      const struct run_options *options)
+{
+    struct run *run = calloc(1, sizeof *run);
+    if (run == NULL) {
+        return status_fail(ERR_NOMEM, "no memory for a run");
+    }
+    run->config = config;
+    run->options = options;
+    run->folder.lock = -1;
+    run->val_loss = NAN;
+    run->val_update = -1;
+    enum status status = start(run, comm, device);
+    if (status == OK) {
+        status = loop(run);
+        if (status == OK || status == ERR_DIVERGED || status == ERR_STOPPED) {
+            status = conclude(run, status);
+        }
+    }
+    metrics_close(&run->metrics);
+    trainer_close(&run->trainer);
+    log_close_file();
+    run_folder_close(&run->folder);
+    free(run);
+    return status;
+}

@@ -1,0 +1,20 @@
+/* train: the run folder. One folder that all ranks see, used by one run at a time. */
+#pragma once
+
+#include "dist/comm.h"
+
+struct run_folder {
+    int lock; /* file descriptor that holds the lock on rank 0, else -1 */
+};
+
+/* Creates `path`, locks it against a second run (ERR_CONFIG names who holds it), and checks that every rank sees the
+ * same folder: rank 0 writes a random word that all must read (ERR_CONFIG). All ranks call it. */
+MUST_CHECK enum status run_folder_open(struct run_folder *folder, const char *path, struct comm *comm);
+void run_folder_close(struct run_folder *folder);
+
+/* Makes all ranks fail if one did, so that none waits for one that gave up. While ranks are quiet (below), the lowest
+ * rank that failed says why; so the cause is printed once, also where all ranks met it. */
+MUST_CHECK enum status ranks_agree(struct comm *comm, enum status mine);
+
+/* Before the first step ranks above 0 are quiet: they would repeat what rank 0 says. */
+void ranks_quiet(const struct comm *comm, bool quiet);

@@ -1,0 +1,22 @@
+/* train: run.mode = step_time: how long an update takes, by phase. */
+#pragma once
+
+#include "train/step.h"
+
+enum step_phase { PHASE_DATA, PHASE_FORWARD, PHASE_BACKWARD, PHASE_COMM, PHASE_OPTIM, PHASE_STEP, STEP_PHASES };
+extern const char *const step_phase_names[STEP_PHASES];
+
+/* Milliseconds on this rank over the measured updates. */
+struct step_times {
+    int64_t updates;
+    double median[STEP_PHASES], p10[STEP_PHASES], p90[STEP_PHASES];
+    double tokens_per_s; /* of all ranks, from the median step */
+};
+
+/* Makes run.steps updates from initial weights, writing nothing; the first is left out (caches, first touch of memory)
+ * unless it is the only one. No checkpoint or evaluation falls into a step. */
+MUST_CHECK enum status step_time_measure(const struct config *config, struct comm *comm, const struct device *device,
+                                         struct step_times *times);
+
+/* As above, and prints the table. */
+MUST_CHECK enum status step_time_run(const struct config *config, struct comm *comm, const struct device *device);

@@ -1,0 +1,48 @@
+/* train: everything that one training run holds in memory, planned and carved in one place. */
+#pragma once
+
+#include "core/device.h"
+#include "data/loader.h"
+#include "dist/grad_tree.h"
+#include "model/model.h"
+#include "optim/gradnorm.h"
+#include "train/config.h"
+
+struct trainer {
+    const struct config *config;
+    const struct device *device;
+    struct comm *comm;
+    struct param_list params;
+    struct adamw_segment *segments; /* owns; one per parameter */
+    struct model_options options;
+    struct arena arena; /* holds all arrays below */
+    struct model *model;
+    struct adamw_state state;
+    struct grad_tree tree;
+    int32_t *tokens, *targets;            /* this rank's samples of an update */
+    double *sample_loss;                  /* (batch): loss sums of the update's samples, in sample order */
+    struct attention_stats *sample_stats; /* (batch, layers) */
+    struct loader *train, *val;           /* val NULL without data.val */
+    struct watch *watch;
+    int64_t update;   /* updates made */
+    int64_t samples;  /* consumed: the whole state of the data */
+    double last_loss; /* of the last update made; NaN before the first */
+};
+
+/* The attention of one sample. */
+struct attention_shape trainer_attention_shape(const struct config *config);
+
+/* Describes all arrays to a measuring arena: their bytes, by label. Opens no data. */
+MUST_CHECK enum status trainer_measure(const struct config *config, struct comm *comm, struct arena *arena);
+
+/* Allocates, opens the shards, initialises weights from run.seed. All ranks call it; all fail if one does. Close in
+ * every case. */
+MUST_CHECK enum status trainer_open(struct trainer *trainer, const struct config *config, struct comm *comm,
+                                    const struct device *device);
+void trainer_close(struct trainer *trainer);
+
+/* Where the data goes on after trainer->samples was set. */
+void trainer_seek(struct trainer *trainer);
+
+/* The model must hear of new weights: after initialisation, loading and every update. */
+void trainer_weights_changed(struct trainer *trainer);
