@@ -76,7 +76,7 @@ static enum status unknown_key(const struct source *source, const char *full)
                                a->reason);
         }
     }
-    static char names[CONFIG_KEYS_MAX][64];
+    char names[CONFIG_KEYS_MAX][64];
     const char *pointers[CONFIG_KEYS_MAX];
     for (int i = 0; i < config_key_count; i++) {
         snprintf(names[i], sizeof names[i], "%s.%s", config_keys[i].section, config_keys[i].name);

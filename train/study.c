@@ -131,6 +131,15 @@ static void place_arm(const struct study *study, struct arm *arm, int64_t seed)
              (long long)seed);
 }
 
+/* Every update made, or diverged: nothing is left to do for this arm. */
+static bool is_finished(const json_t *verdict, const struct config *config)
+{
+    const char *word = json_string_value(json_object_get(verdict, "verdict"));
+    bool diverged = word != NULL && strcmp(word, verdict_names[VERDICT_DIVERGED]) == 0;
+    return json_is_true(json_object_get(verdict, "finished")) &&
+           (diverged || json_integer_value(json_object_get(verdict, "step")) >= config->schedule.steps);
+}
+
 /* verdict.json of an arm if it finished under this configuration; NULL if there is none yet. Rank 0 only. */
 static enum status read_verdict(const struct config *config, json_t **verdict)
 {
@@ -143,7 +152,7 @@ static enum status read_verdict(const struct config *config, json_t **verdict)
     json_t *found = NULL;
     TRY(json_read_file(path, &found));
     enum status status = config_compare(config, json_object_get(found, "config"), "", path);
-    if (status == OK && json_is_true(json_object_get(found, "finished"))) {
+    if (status == OK && is_finished(found, config)) {
         *verdict = found;
         return OK;
     }
