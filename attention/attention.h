@@ -22,7 +22,7 @@ struct head_view {
 /* What a call observed. Sums are FP64, added in one fixed order: equal bits for any thread count.
  * Pairs (sum, count) add over calls; attention_stats_add does so. */
 struct attention_stats {
-    double logit_max;        /* largest |softmax_scale q.k|, natural units */
+    double logit_max;        /* largest |softmax_scale q.k| of the represented Q and K, natural units */
     double leak_abs, ds_abs; /* sum_i |rho_i|, sum_ij |dS_ij|, FP32 dS before it is stored */
     double leak_stored_abs, ds_stored_abs;
     double leak_r, r_r;          /* sum_i rho_i r_i, sum_i r_i^2: slope b = leak_r / r_r */
@@ -37,7 +37,8 @@ void attention_stats_add(struct attention_stats *sum, const struct attention_sta
  *   q          (B, T, H, D)    bf16  in
  *   k, v       (B, T, Hkv, D)  bf16  in
  *   out        (B, T, H, D)    bf16  out
- *   lse_log2   (B, H, T)       fp32  out; LSE2: row anchor plus log2 of the sum of the represented P
+ *   lse_log2   (B, H, T)       fp32  out; LSE2: row anchor plus log2 of the sum of the represented P (pv = bf16: of
+ *                                    P before its rounding, as flash attention does)
  *   saved      attention_saved_bytes, out; what backward needs beside the tensors above. NULL for inference.
  *   scratch    attention_scratch_bytes, undefined before and after
  *   stats      added to; may be NULL

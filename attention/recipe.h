@@ -40,16 +40,21 @@ struct attention_recipe {
     enum p_anchor anchor;
     enum v_diag v_diag;
     int sink_keys_fp8; /* the first n keys of P and V in FP8; a multiple of 32, 0 = none */
-    bool k_center, dk_center;
-    enum backward_preset backward;
+    bool k_center;     /* K less its mean over all keys (one BF16 rounding) before everything else, in both passes */
+    bool dk_center; /* dK less its mean over keys: what k_center owes to its backward, and a free safeguard without */
+    enum backward_preset backward; /* bf16: dS and the gradient views of Q and K in BF16, dS from unrounded P; otherwise
+                                      dS and the views are E4M3 */
     /* The switches of the backward. attention_recipe_preset fills them; a config may then set each alone. */
-    enum bwd_p bwd_p;
-    enum bwd_v bwd_v;
-    enum bwd_stat bwd_stat;
+    enum bwd_p bwd_p;       /* codes: rebuilt relative to n = floor(LSE2), and dO carries 2^-f (section 7).
+                               fp8, bf16: exp2(t - LSE2), with LSE2' in its place for bwd_stat recentred and exact */
+    enum bwd_v bwd_v;       /* V in dP, and in the O' of bwd_stat exact */
+    enum bwd_stat bwd_stat; /* r: <O, dO> | <O, decoded dO> | sum P dP / sum P | <O', decoded dO>; with exact, dS takes
+                               the unrounded P whatever bwd_p is */
     enum do_format do_format;
     enum do_scale do_scale;
     enum ds_scale ds_scale;
-    enum qk_grad qk_grad;
+    enum qk_grad qk_grad; /* gradient views of Q and K made from the BF16 original, or lifted from the decoded score
+                             operand; one power of two a head, but x4 for lift with ds_scale fixed (the paper's) */
 };
 
 /* Names of an enumerator in configs: NULL-terminated, in enum order; so names[value] is a value's name. */
@@ -76,6 +81,9 @@ void attention_recipe_preset(struct attention_recipe *recipe, enum backward_pres
 /* Legality of the combination on the CPU reference, from one table. ERR_UNSUPPORTED names the keys that do not fit
  * together and a nearest legal value. head_dim matters to folded scales only. */
 MUST_CHECK enum status attention_recipe_check(const struct attention_recipe *recipe, int head_dim);
+
+/* The same without a message: NULL if legal, else the keys and the reason. */
+const char *attention_recipe_refusal(const struct attention_recipe *recipe, int head_dim);
 
 /* One line for logs: "qk=nvfp4/mse pv=mxfp4/ocp p_map=exact ... backward=represented". */
 void attention_recipe_print(const struct attention_recipe *recipe, char *text, int bytes);
