@@ -8,7 +8,7 @@
 
 #include <math.h>
 
-enum { BLOCK = 16, TILE = 16, LANES = 8 };
+enum { BLOCK = 16, LANES = 8 };
 
 float amax_of(const float *x, int64_t n, int64_t stride)
 {
@@ -62,12 +62,11 @@ float nvfp4_global_scale(float amax)
     return pow2_scale(amax, E2M1_MAX * UE4M3_MAX);
 }
 
-/* ---- squared error ------------------------------------------------------------------------------------------------
- */
+/* ---- squared error ---- */
 
 /* By how much coding with each of 8 scales lessens sum x^2: sum x^2 - sum (x - q s)^2 = s sum q (2 x - q s), x and q
  * without sign. Elements with code 0 drop out, the others lie within [s/4, 24 s]: each term is a multiple of 2^-9 and
- * the sum below 2^14 in units of the binade of s, so FP32 sums of 32 terms are exact, in any order. A quotient made
+ * a sum of 32 below 2^15 in units of the binade of s, so FP32 sums are exact, in any order. A quotient made
  * with the rounded reciprocal can only err on a tie between two codes, where both give the same error. */
 static inline void squared_gains(const float *x, int n, const float *scale, double *gain)
 {
@@ -87,8 +86,7 @@ static inline void squared_gains(const float *x, int n, const float *scale, doub
     }
 }
 
-/* ---- NVFP4 --------------------------------------------------------------------------------------------------------
- */
+/* ---- NVFP4 ---- */
 
 /* Correctly rounded although the quotient is rounded twice: a tie of UE4M3 times 6 is an FP32 number, and the quotient
  * of any other FP32 number by 6 is further from the tie than half an ulp. The same holds for x / s and the ties of
@@ -117,8 +115,8 @@ static inline float squared_error(const float *x, int n, float scale)
 static uint8_t nvfp4_mse_code(const float *x, float amax)
 {
     int first = ue4m3_from_float(amax / 24.0f), last = ue4m3_from_float(5.0f * amax / 24.0f);
-    first += 24.0 * (double)ue4m3_to_float((uint8_t)first) < (double)amax;
-    last -= 24.0 * (double)ue4m3_to_float((uint8_t)last) > 5.0 * (double)amax;
+    first += 24.0 * (double)ue4m3_to_float((uint8_t)first) < (double)amax ? 1 : 0;
+    last -= 24.0 * (double)ue4m3_to_float((uint8_t)last) > 5.0 * (double)amax ? 1 : 0;
     uint8_t start = nvfp4_amax_code(amax);
     if (first > last) {
         return start;

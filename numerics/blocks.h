@@ -1,8 +1,10 @@
-/* numerics: block quantisers NVFP4, MXFP4, MXFP8 and scaled FP8 (docs/numerics.md, section 3).
+/* numerics: block quantisers NVFP4, MXFP4 and MXFP8 (docs/numerics.md, section 3).
  *
  * Elements of a block lie `stride` apart in x and in codes. Codes are one per byte here (E2M1: 0..15); packing into
- * nibbles is storage (e2m1_pack). Inputs must be finite: callers check with the amax (amax_of propagates NaN).
- * A block may be short (n below the full 16 or 32): missing elements do not exist. */
+ * nibbles is storage (e2m1_pack). A block may be short (n below the full 16 or 32): missing elements do not exist.
+ * Inputs must be finite: callers check with the amax (amax_of propagates NaN). For BF16 values every rule gives what
+ * exact real arithmetic gives; for other FP32 values ties may be judged after one FP32 rounding (6 x, squared errors).
+ * g is a power of two. */
 #pragma once
 
 #include "core/tensor.h"

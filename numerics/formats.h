@@ -26,7 +26,7 @@
 #define UE4M3_MAX 448.0f
 #define UE5M3_MAX 61440.0f
 
-/* ---- the common algorithm -------------------------------------------------------------------------------------- */
+/* ---- the common algorithm ---- */
 
 FORMATS_FN uint32_t float_bits(float x)
 {
@@ -116,7 +116,7 @@ FORMATS_FN bool float_is_nan(float x)
     return (float_bits(x) & ~FLOAT_SIGN) > FLOAT_INF;
 }
 
-/* ---- E2M1: 0 .5 1 1.5 2 3 4 6, sign 8 --------------------------------------------------------------------------- */
+/* ---- E2M1: 0 .5 1 1.5 2 3 4 6, sign 8 ---- */
 
 /* The sign that E2M1 keeps: NaN is +6. */
 FORMATS_FN uint32_t e2m1_sign(float x)
@@ -165,7 +165,7 @@ FORMATS_FN uint8_t e2m1_unpack_odd(uint8_t byte)
     return (uint8_t)(byte >> 4);
 }
 
-/* ---- E4M3: subnormal step 2^-9, normal 2^-6 .. 448, NaN 0x7f and 0xff, no Inf. NaN is stored as 0x7f ------------- */
+/* ---- E4M3: subnormal step 2^-9, normal 2^-6 .. 448, NaN 0x7f and 0xff, no Inf. NaN is stored as 0x7f ---- */
 
 FORMATS_FN uint8_t e4m3_from_float(float x)
 {
@@ -197,7 +197,7 @@ FORMATS_FN float e4m3_round_sr(float x, uint32_t bits)
     return e4m3_to_float(e4m3_from_float_sr(x, bits));
 }
 
-/* ---- E5M2: subnormal step 2^-16, normal 2^-14 .. 57344, Inf 0x7c (never produced), NaN stored as 0x7f ------------ */
+/* ---- E5M2: subnormal step 2^-16, normal 2^-14 .. 57344, Inf 0x7c (never produced), NaN stored as 0x7f ---- */
 
 FORMATS_FN uint8_t e5m2_from_float(float x)
 {
@@ -230,7 +230,7 @@ FORMATS_FN float e5m2_round_sr(float x, uint32_t bits)
     return e5m2_to_float(e5m2_from_float_sr(x, bits));
 }
 
-/* ---- unsigned scale formats: negatives and -0 give 0 ------------------------------------------------------------- */
+/* ---- unsigned scale formats: negatives and -0 give 0 ---- */
 
 /* Magnitude of a source for an unsigned format. */
 FORMATS_FN uint32_t unsigned_clamp(float x, float max)
@@ -259,8 +259,7 @@ FORMATS_FN float ue5m3_to_float(uint8_t code)
     return float_from_bits(minifloat_decode(code, 3, -14));
 }
 
-/* ---- E8M0: 2^(code - 127), NaN 0xff, no zero ----------------------------------------------------------------------
- */
+/* ---- E8M0: 2^(code - 127), NaN 0xff, no zero ---- */
 
 enum e8m0_rounding { E8M0_FLOOR, E8M0_CEIL, E8M0_NEAREST };
 
@@ -286,8 +285,7 @@ FORMATS_FN float e8m0_to_float(uint8_t code)
     return float_from_bits(code == 0xffu ? FLOAT_NAN : bits);
 }
 
-/* ---- BF16, stochastic (to nearest: core/tensor.h) ------------------------------------------------------------------
- */
+/* ---- BF16, stochastic (to nearest: core/tensor.h) ---- */
 
 /* Does not saturate: beyond the largest BF16 it may give Inf. NaN gives 0x7fff. */
 FORMATS_FN bf16 bf16_from_float_sr(float x, uint32_t bits)
