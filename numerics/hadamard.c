@@ -8,12 +8,14 @@ enum { WIDTH = 16 };
 static void hadamard16(const float *x, int n, int64_t stride, float *y)
 {
     float v[HADAMARD_TOKENS][WIDTH] = {0};
+    /* The factor 1/4 that makes the transform orthogonal is a power of two: first or last, the bits are the same. */
     for (int t = 0; t < HADAMARD_TOKENS; t++) {
         float sign = HADAMARD_SIGNS >> t & 1u ? -0.25f : 0.25f;
         for (int i = 0; i < n; i++) {
             v[t][i] = sign * x[t * stride + i];
         }
     }
+    /* Butterflies in a fixed order: lane t with lane t + half, all columns at once. */
     for (int half = 1; half < HADAMARD_TOKENS; half *= 2) {
         for (int t = 0; t < HADAMARD_TOKENS; t++) {
             if (t & half) {
@@ -40,6 +42,7 @@ void hadamard16_rows(const float *x, int64_t rows, int64_t width, int64_t stride
             hadamard16(x + r * stride + c, n, stride, y + r * stride + c);
         }
     }
+    /* Any orthogonal transform serves the product; for a short group it is the identity. */
     for (int64_t r = whole; r < rows; r++) {
         memmove(y + r * stride, x + r * stride, (size_t)width * sizeof *y);
     }
