@@ -99,10 +99,11 @@ enum status eval_run_pv_fp8(struct trainer *t, double *loss)
     recipe->sink_keys_fp8 = plain.sink_keys_fp8;
     attention_recipe_preset(recipe, BWD_REPRESENTED);
     struct attention_shape shape = trainer_attention_shape(t->config);
-    if (attention_recipe_check(recipe, t->config->model.head_dim) != OK ||
-        attention_choose(&shape, recipe, "auto", &options.variant) != OK) {
-        log_warn("no evaluation with pv = fp8: %s", status_last_message());
+    const char *refusal = attention_recipe_refusal(recipe, t->config->model.head_dim);
+    if (refusal != NULL) {
+        log_info("no evaluation with pv = fp8: %s", refusal);
         return OK;
     }
+    TRY(attention_choose(&shape, recipe, "auto", &options.variant));
     return eval_other(t, &options, loss);
 }
