@@ -9,12 +9,17 @@
 #include <stdbool.h>
 #include <stdio.h>
 
+void byte_tokenizer_encode_part(const unsigned char *text, size_t n, int32_t *tokens)
+{
+    for (size_t i = 0; i < n; i++) {
+        tokens[i] = text[i];
+    }
+}
+
 void byte_tokenizer_encode(const unsigned char *text, size_t n, int32_t *tokens)
 {
     tokens[0] = BYTE_BOS;
-    for (size_t i = 0; i < n; i++) {
-        tokens[i + 1] = text[i];
-    }
+    byte_tokenizer_encode_part(text, n, tokens + 1);
     tokens[n + 1] = BYTE_EOS;
 }
 

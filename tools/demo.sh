@@ -8,7 +8,7 @@ if [ ! -s "$data/prepared" ] || [ "$(cat "$data/prepared")" != "${TEXT:-packaged
     rm -rf "$data"
     mkdir -p "$data"
     tools/demo_text.sh "$data/text.txt"
-    ./prepare_data --tokenizer bytes --val-fraction 0.05 --out "$data" "$data/text.txt"
+    ./prepare_data --tokenizer bytes --split-paragraphs=2000 --val-fraction 0.05 --out "$data" "$data/text.txt"
     echo "${TEXT:-packaged text}" >"$data/prepared"
 fi
 rm -rf "$out"
