@@ -85,6 +85,29 @@ static void test_epochs_and_seeds_give_different_orders(void **state)
     assert_true(same_epoch < 10 && same_seed < 10 && fixed < 10);
 }
 
+/* Values of a separate implementation in Python, Philox included, written from docs/file_formats.md. */
+static void test_values_are_those_of_the_documentation(void **state)
+{
+    (void)state;
+    const struct {
+        uint64_t seed, epoch, n, i, to;
+    } values[] = {
+        {42, 0, 1, 0, 0},
+        {42, 0, 2, 0, 1},
+        {42, 0, 10, 0, 3},
+        {42, 0, 10, 1, 9},
+        {42, 1, 10, 0, 4},
+        {42, 0, 680, 679, 678},
+        {0, 3, 1000003, 500000, 491956},
+        {UINT64_MAX, UINT64_C(1) << 33, (UINT64_C(1) << 40) + 5, (UINT64_C(1) << 40) + 4, UINT64_C(90470957995)},
+        {7, 0, UINT64_C(1) << 62, UINT64_C(1) << 61, UINT64_C(4026390636946093717)},
+    };
+    for (size_t k = 0; k < sizeof values / sizeof values[0]; k++) {
+        uint64_t to = sampler_permute(values[k].seed, values[k].epoch, values[k].n, values[k].i);
+        assert_true(to == values[k].to);
+    }
+}
+
 /* Where window 0 goes, over epochs: every place alike (chi-square, 9 and 99 degrees of freedom, 5 sigma). */
 static void test_every_place_is_equally_likely(void **state)
 {
@@ -111,6 +134,7 @@ int main(void)
         cmocka_unit_test(test_bijection_at_powers_of_two_and_beside_them),
         cmocka_unit_test(test_large_n_stays_inside_and_distinct),
         cmocka_unit_test(test_epochs_and_seeds_give_different_orders),
+        cmocka_unit_test(test_values_are_those_of_the_documentation),
         cmocka_unit_test(test_every_place_is_equally_likely),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
