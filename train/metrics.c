@@ -144,7 +144,7 @@ enum status metrics_write(struct metrics *metrics, const struct trainer *t, cons
         json_object_set_new(row, "step", json_integer(r->update));
         json_object_set_new(row, "layer", json_integer(l));
         put_attention(row, &r->layer_stats[l]);
-        put(row, "non_finite", r->layer_stats[l].non_finite);
+        json_object_set_new(row, "non_finite", json_integer((json_int_t)r->layer_stats[l].non_finite));
         TRY(write_row(metrics->layers, row));
         attention_stats_add(&all, &r->layer_stats[l]);
     }
