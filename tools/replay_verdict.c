@@ -8,12 +8,11 @@
 #include "train/watch.h"
 
 #include <argp.h>
-#include <errno.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <strings.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 enum { SERIES_BYTES_MAX = 1 << 30 };
@@ -132,6 +131,10 @@ static enum status read_series(const char *path, struct series *series)
 {
     if (access(path, R_OK) != 0) {
         return status_fail_errno(ERR_USAGE, path, "cannot read the series");
+    }
+    struct stat info;
+    if (stat(path, &info) == 0 && S_ISDIR(info.st_mode)) {
+        return status_fail(ERR_USAGE, "%s: a folder; expected a CSV file", path);
     }
     char *text = NULL;
     size_t bytes = 0;
