@@ -6,18 +6,15 @@
  * Tiles decide who computes an element, never how: the order of its sum is k, in blocks. */
 #include "core/gemm.h"
 
+#include "core/gemm_vec.h"
+
 #include <stdalign.h>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
 
-/* The sums of GROUP_M x GROUP_N elements stay in vector registers: 16 of 32 with AVX-512, 12 of 16 with AVX2; GCC
- * turns the plain loops of multiply_groups into one fused multiply-add each. */
-#ifdef __AVX512F__
-enum { GROUP_M = 8, GROUP_N = 32 };
-#else
-enum { GROUP_M = 6, GROUP_N = 16 };
-#endif
+/* The sums of GROUP_M x GROUP_N elements stay in vector registers: 16 of 32, or 12 of 16. */
+enum { GROUP_M = VEC_REGISTERS == 32 ? 8 : 6, GROUP_VECS = 2, GROUP_N = GROUP_VECS * VEC_LANES };
 
 /* 768 KiB of scratch: lives in L2, and on the stack also of threads that have only 2 MiB. */
 enum { TILE_M = GROUP_M * (256 / GROUP_M), TILE_N = 256, TILE_MIN = 64 };
@@ -95,17 +92,23 @@ static inline void pack(const struct operand *o, int64_t x0, int count, int grou
 __attribute__((optimize("O3"), no_sanitize("address", "undefined"))) static void
 multiply_groups(const float *restrict a, const float *restrict b, int depth, bool first, float *restrict sums)
 {
-    float part[GROUP_M][GROUP_N] = {0};
-    for (int k = 0; k < depth; k++) {
+    vec part[GROUP_M][GROUP_VECS];
+    for (int i = 0; i < GROUP_M; i++) {
+        for (int v = 0; v < GROUP_VECS; v++) {
+            part[i][v] = vec_zero();
+        }
+    }
+    for (int k = 0; k < depth; k++, a += GROUP_M, b += GROUP_N) {
         for (int i = 0; i < GROUP_M; i++) {
-            for (int j = 0; j < GROUP_N; j++) {
-                part[i][j] = __builtin_fmaf(a[k * GROUP_M + i], b[k * GROUP_N + j], part[i][j]);
+            for (int v = 0; v < GROUP_VECS; v++) {
+                part[i][v] = vec_fma(a[i], vec_load(b + v * VEC_LANES), part[i][v]);
             }
         }
     }
     for (int i = 0; i < GROUP_M; i++) {
-        for (int j = 0; j < GROUP_N; j++) {
-            sums[i * TILE_N + j] = first ? part[i][j] : sums[i * TILE_N + j] + part[i][j];
+        for (int v = 0; v < GROUP_VECS; v++) {
+            float *at = sums + i * TILE_N + v * VEC_LANES;
+            vec_store(at, first ? part[i][v] : vec_add(vec_load(at), part[i][v]));
         }
     }
 }

@@ -107,7 +107,9 @@ static void test_too_much_memory_fails_with_the_name(void **state)
     (void)state;
     struct arena arena;
     assert_int_equal(arena_open(&arena, "weights", SIZE_MAX - 10), ERR_NOMEM);
+#ifndef __SANITIZE_ADDRESS__ /* which aborts at such a size, before malloc could refuse */
     assert_int_equal(arena_open(&arena, "weights", SIZE_MAX / 4), ERR_NOMEM);
+#endif
     assert_non_null(strstr(status_last_message(), "weights"));
 }
 
