@@ -15,14 +15,15 @@ struct model_options {
     const struct attention_variant *variant;
     enum recompute recompute;
     int64_t batch, tokens; /* the largest B and T of a call */
-    int64_t logit_rows;    /* rows of logits held at once; 0 = a default that bounds them to a few MiB */
+    int64_t logit_columns; /* vocabulary entries whose logits are held at once, part of the bits; 0 = the default */
     uint64_t seed;         /* for stochastic rounding inside linear recipes */
 };
 
 struct model; /* activations, RoPE table, quantised weight copies */
 
 /* Carves everything from `arena` (measuring or real). Call twice, see core/arena.h. On the measuring pass *model is a
- * throw-away that must still be closed. Fails with ERR_CONFIG or ERR_NOMEM. */
+ * throw-away that must still be closed; close *model after a failure too. `params` is borrowed as long as the model
+ * lives. Fails with ERR_CONFIG, ERR_UNSUPPORTED (the attention variant refuses) or ERR_NOMEM. */
 MUST_CHECK enum status model_plan(struct model **model, struct arena *arena, const struct model_config *config,
                                   const struct param_list *params, const struct model_options *options);
 void model_close(struct model *model);
@@ -44,12 +45,16 @@ struct model_loss {
     int64_t valid;   /* targets that are not ignored */
 };
 
-/* Forward only (evaluation, or before backward): loss, and activations saved for backward if `keep`. */
+/* Forward only (evaluation, or before backward): loss, and activations saved for backward if `keep`. Tokens lie in
+ * [0, V), targets in [-1, V): the loader has checked them. A batch of B gives the bits of B calls with one sample each,
+ * losses added in order. */
 void model_forward(struct model *model, const struct model_batch *batch, bool keep, struct model_loss *loss);
 
 /* Backward of loss_scale * loss_sum of the last forward (same batch, keep = true). grads (flat FP32) is overwritten
- * if `accumulate` is false, added to otherwise. on_layer (may be NULL) is called when the gradients of a layer are
- * final: L for the head and final norm, L-1 .. 0, then -1 for the embedding. */
+ * if `accumulate` is false (gaps too, with zeros), added to otherwise. Each sample's gradient is complete before it is
+ * added, in sample order: a batch of B gives the bits of B calls that accumulate, or of B gradients added in order.
+ * on_layer (may be NULL) is called when the gradients of a layer are final: L for the head (unless tied) and final
+ * norm, L-1 .. 0, then -1 for the embedding. */
 struct model_backward {
     const struct model_batch *batch;
     float loss_scale; /* 1 / valid targets of the whole update */

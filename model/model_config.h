@@ -27,7 +27,7 @@ enum linear_format { LINEAR_BF16, LINEAR_FP8, LINEAR_NVFP4 };
 extern const char *const rope_scaling_names[], *const linear_format_names[];
 
 struct linear_recipe {
-    enum linear_format attn, mlp, head;
+    enum linear_format attn, mlp, head; /* the head is BF16; other values are refused */
     int first_layers_bf16, last_layers_bf16;
 };
 
@@ -37,3 +37,11 @@ extern const char *const recompute_names[];
 /* Shapes that cannot be: heads not a multiple of kv_heads, odd head_dim, sizes below 1, formats whose block does not
  * divide a width (16 for NVFP4). ERR_CONFIG names key, value and the nearest valid value. */
 MUST_CHECK enum status model_config_check(const struct model_config *config, const struct linear_recipe *linear);
+
+/* The formats that layer `layer` really uses: the recipe's, or BF16 among the first and last layers that stay so.
+ * Plan, run and report all ask here. */
+struct layer_formats {
+    enum linear_format attn, mlp;
+};
+struct layer_formats model_layer_formats(const struct model_config *config, const struct linear_recipe *linear,
+                                         int layer);

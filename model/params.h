@@ -11,7 +11,7 @@ enum param_kind { PARAM_EMBED, PARAM_NORM, PARAM_ATTN, PARAM_MLP, PARAM_HEAD };
 struct param {
     char name[80];      /* model.layers.3.self_attn.q_proj.weight */
     int64_t rows, cols; /* (out, in) of a projection, (V, C) of an embedding; a norm gain is (1, C) */
-    size_t offset;      /* first element in a flat array; a multiple of 64 */
+    size_t offset;      /* first element in a flat array; a multiple of 64 but for k, v and up, which follow at once */
     enum param_kind kind;
     int layer;   /* -1 outside the layers */
     bool decays; /* weight decay applies: all but norm gains */
@@ -29,6 +29,8 @@ struct param_list {
  * matrix of (sum of rows, C). Fails with ERR_NOMEM. */
 MUST_CHECK enum status param_list_open(struct param_list *list, const struct model_config *config);
 void param_list_close(struct param_list *list);
+
+/* NULL if the list has no such name. */
 const struct param *param_list_find(const struct param_list *list, const char *name);
 
 /* Initial values, FP32 into a flat array: normal(0, init_std), residual outputs (o_proj, down_proj) by

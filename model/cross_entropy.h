@@ -1,0 +1,46 @@
+/* model: the head and its cross entropy in one, so that the logits (N, V) never exist at once: they are made
+ * `columns` vocabulary entries at a time, in forward and again in backward. One sample a call.
+ *
+ * Logits are FP32 from BF16 operands. Cutting the vocabulary rather than the rows keeps each weight gradient one
+ * product over all tokens of the sample. `columns` is part of the order of sums, so of the bits. */
+#pragma once
+
+#include "core/tensor.h"
+
+#include <stdbool.h>
+
+enum { CROSS_ENTROPY_COLUMNS = 512 };
+
+struct cross_entropy {
+    int64_t rows, width, vocab, columns;
+    const bf16 *hidden;     /* (rows, C) */
+    const bf16 *weight;     /* (V, C) */
+    const int32_t *targets; /* (rows); -1 is ignored, others lie in [0, V) */
+    float *lse;             /* (rows): natural log of the sum of exp(logits), FP32; out in forward, in in backward */
+    float *logits;          /* scratch (rows, columns) */
+};
+
+/* Returns the sum of (lse - target's logit) over valid rows, in double in row order; *valid: their number. */
+struct cross_entropy_fwd {
+    struct cross_entropy shape;
+    float *sum, *target_logit; /* scratch (rows) */
+};
+double cross_entropy_fwd_cpu(const struct cross_entropy_fwd *a, int64_t *valid);
+
+/* Of loss_scale times that sum. dlogits are rounded to BF16; exactly zero in ignored rows.
+ *   dhidden  (rows, C) bf16 out
+ *   dweight  (V, C) fp32 overwritten, or added to with `accumulate` */
+struct cross_entropy_bwd {
+    struct cross_entropy shape;
+    float loss_scale;
+    bf16 *dhidden;
+    float *dweight;
+    bool accumulate;
+    bf16 *dlogits;      /* scratch (rows, columns) */
+    float *dhidden_sum; /* scratch (rows, C) */
+};
+void cross_entropy_bwd_cpu(const struct cross_entropy_bwd *a);
+
+/* logits (rows, vocab) fp32 of a few rows, for tests and export checks. */
+void cross_entropy_logits_cpu(const bf16 *hidden, const bf16 *weight, int64_t rows, int64_t width, int64_t vocab,
+                              float *logits);

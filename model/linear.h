@@ -1,0 +1,55 @@
+/* model: a projection y = x w^T, its gradients, and the formats of its operands (docs/numerics.md section 14).
+ *
+ * Operands are replaced by the values that their format represents, kept in BF16 (exact for FP8 and NVFP4 with
+ * power-of-two tensor scales), and the product runs in FP32: emulation in meaning, an ordinary GEMM in speed.
+ *
+ *          weight              x in y = x w^T   dy in dx = dy w        x, dy in dw = dy^T x
+ *   bf16   itself              itself           itself                 itself
+ *   fp8    E4M3                E4M3             E5M2                   the same as in y and dx
+ *   nvfp4  16 x 16 tiles       rows of 16       rows of 16 (outputs),  16 tokens after a signed Hadamard transform of
+ *                              (inputs)         stochastic             them; x to nearest, dy stochastic
+ *
+ * Scales are current: FP8's power of two and NVFP4's G come from the amax of the operand of this call. A fused matrix
+ * (q|k|v, gate|up) is one operand. A call is one sample, so no scale spans samples. A short last group of
+ * tokens is quantised as it is, without the transform.
+ * An operand with a NaN or Inf becomes NaN as a whole: FP4 has no code for it and must not hide it. */
+#pragma once
+
+#include "core/tensor.h"
+#include "model/model_config.h"
+
+struct linear {
+    enum linear_format format;
+    int64_t in, out;
+    const bf16 *weight; /* (out, in): represented values, from linear_represent_weight unless BF16 */
+    uint64_t stream;    /* of stochastic rounding */
+};
+
+/* The values of w (out, in) in a format other than BF16; once per update. */
+void linear_represent_weight_cpu(enum linear_format format, const bf16 *w, int64_t out, int64_t in, bf16 *represented);
+
+/* Bytes of scratch for up to `rows` tokens of any of these calls. */
+size_t linear_scratch_bytes(enum linear_format format, int64_t rows, int64_t in, int64_t out);
+
+struct linear_fwd {
+    const struct linear *linear;
+    int64_t rows;
+    const bf16 *x; /* (rows, in) */
+    bf16 *y;       /* (rows, out) */
+    void *scratch;
+};
+void linear_fwd_cpu(const struct linear_fwd *a);
+
+/* Random bits of dy's element e at the update: rng_bits of (seed, stream of (linear, use, sample), update, e). */
+struct linear_bwd {
+    const struct linear *linear;
+    int64_t rows;
+    const bf16 *x, *dy; /* (rows, in), (rows, out) */
+    bf16 *dx;           /* (rows, in) */
+    float *dw;          /* (out, in) fp32: overwritten, or added to with `accumulate` */
+    bool accumulate;
+    uint64_t seed, sample;
+    uint32_t update;
+    void *scratch;
+};
+void linear_bwd_cpu(const struct linear_bwd *a);

@@ -1,0 +1,21 @@
+/* model: rotary position embedding in Hugging Face's half-split layout: feature i pairs with feature i + D/2. */
+#pragma once
+
+#include "core/tensor.h"
+#include "model/model_config.h"
+
+/* Inverse frequencies (D/2), computed in FP64 with llama3 scaling where asked, rounded once to FP32. */
+void rope_inverse_frequencies(const struct rope_config *rope, int head_dim, float *inverse);
+
+/* cosine, sine (positions, D/2) fp32 of the angles fl32(position * inverse frequency). */
+void rope_table(const struct rope_config *rope, int head_dim, int64_t positions, float *cosine, float *sine);
+
+/* Turns every head of x (rows, heads, D) bf16 in place, row r being position r; FP32, one rounding to BF16.
+ * `inverse` turns back: the backward pass. */
+struct rope_apply {
+    bf16 *x;
+    int64_t rows, row_stride, heads, head_dim;
+    const float *cosine, *sine;
+    bool inverse;
+};
+void rope_apply_cpu(const struct rope_apply *a);
