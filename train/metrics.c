@@ -2,11 +2,14 @@
 #include "train/metrics.h"
 
 #include "core/file.h"
+#include "core/log.h"
 
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
+
+static const double flushed_max = 0.5;
 
 enum { PATH_BYTES = CONFIG_PATH + 64, FILE_BYTES_MAX = 1 << 30 };
 
@@ -74,6 +77,19 @@ static double ratio(double part, double whole)
     return whole != 0 ? part / whole : NAN;
 }
 
+/* FP8 gradients die quietly (a dO without a scale once lost 97 % of its values while the loss went on moving), so one
+ * line says when most of them are zero. */
+static void warn_flushed(struct metrics *metrics, const struct trainer *t, const struct attention_stats *s,
+                         int64_t step)
+{
+    double share = ratio(s->do_flushed, s->do_count);
+    if (share > flushed_max && !metrics->warned) {
+        metrics->warned = true;
+        log_warn("%s, update %lld: %.1f %% of dO became zero in its format (do_flushed in metrics.jsonl; said once)",
+                 t->config->run.name, (long long)step, 100 * share);
+    }
+}
+
 static void put(json_t *row, const char *key, double value)
 {
     json_object_set_new(row, key, json_finite(value));
@@ -123,8 +139,8 @@ static void print_console(const struct metrics *metrics, const struct trainer *t
     if (!isnan(val_loss)) {
         snprintf(val, sizeof val, "  val %.4f", val_loss);
     }
-    printf("step %lld/%lld  loss %.4f%s  norm %.3g  lr %.2e  %.0f tok/s  %s  left %s\n", (long long)r->update,
-           (long long)t->config->schedule.steps, r->loss, val, r->grad_norm, r->lr, tokens_per_s,
+    printf("%s  step %lld/%lld  loss %.4f%s  norm %.3g  lr %.2e  %.0f tok/s  %s  left %s\n", t->config->run.name,
+           (long long)r->update, (long long)t->config->schedule.steps, r->loss, val, r->grad_norm, r->lr, tokens_per_s,
            verdict_names[r->verdict], left);
     fflush(stdout);
 }
@@ -148,6 +164,7 @@ enum status metrics_write(struct metrics *metrics, const struct trainer *t, cons
         TRY(write_row(metrics->layers, row));
         attention_stats_add(&all, &r->layer_stats[l]);
     }
+    warn_flushed(metrics, t, &all, r->update);
     json_t *row = json_object();
     json_object_set_new(row, "step", json_integer(r->update));
     json_object_set_new(row, "tokens", json_integer((json_int_t)((double)r->update * tokens)));

@@ -8,6 +8,7 @@ struct metrics {
     FILE *rows, *layers; /* NULL on other ranks */
     double started_s;    /* clock when this process made its first update */
     int64_t first_update;
+    bool warned; /* of flushed gradients */
 };
 
 /* Opens the files of run folder `out`. Rows of updates after `update` are dropped first: a resumed run writes them

@@ -161,7 +161,7 @@ enum status plan_print(const struct config *config, struct comm *comm, const str
                 config->model.vocab);
         fprintf(out, "  %-12s %.4g GFLOP a token, forward and backward\n", "work", flops / 1e9);
         fprintf(out, "operators\n  %-12s %s: %s\n", "attention", options.variant->name, recipe);
-        fprintf(out, "  %-12s cpu: attn %s, mlp %s, head %s (all but bf16 emulated)\n", "linear",
+        fprintf(out, "  %-12s cpu: attn %s, mlp %s, head %s (all formats but bf16 are emulated)\n", "linear",
                 linear_format_names[config->linear.attn], linear_format_names[config->linear.mlp],
                 linear_format_names[config->linear.head]);
         fprintf(out, "  %-12s cpu\n", "others");

@@ -41,7 +41,8 @@ static void report_start(const struct trainer *t)
     log_info("run %s: %zu parameters, %.2f GiB a rank, %d ranks, %d threads each, on %s", t->config->run.name,
              t->params.parameters, (double)t->arena.high_water / 0x1p30, t->comm->size, t->device->threads,
              t->device->name);
-    log_info("attention %s: %s", t->options.variant->name, recipe);
+    bool plain = t->config->attention.qk == QK_BF16 && t->config->attention.pv == PV_BF16;
+    log_info("attention %s%s: %s", t->options.variant->name, plain ? "" : " (low-precision formats emulated)", recipe);
     model_report_formats(&t->config->model, &t->options);
     log_info(
         "data: %llu windows of %lld tokens; weight decay on matrices and embeddings, not on norm gains; clipping %s",
