@@ -16,7 +16,7 @@ git ls-files -co --exclude-standard '*.c' '*.h' '*.cu' | while read -r f; do [ -
         split(FILENAME, path, "/"); room = path[1]
         name = path[length(path)]; stem = name; sub(/\.[a-z]+$/, "", stem)
         if (room in level && name in seen && seen[name] != room) bad("a file of this name exists in " seen[name])
-        seen[name] = room
+        if (room in level) seen[name] = room
     }
     { lines[FILENAME]++ }
     length($0) > 120 { bad("line over 120 columns") }
