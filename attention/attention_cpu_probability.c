@@ -63,37 +63,41 @@ static inline float block_sum(const float *x)
     return ((lane[0] + lane[4]) + (lane[2] + lane[6])) + ((lane[1] + lane[5]) + (lane[3] + lane[7]));
 }
 
-/* The largest of n entries, n a multiple of 8. A NaN may get lost. */
-static inline float max_of(const float *x, int64_t n)
+/* Floats in their order as integers (and back), so that a maximum has no order of evaluation and vectorises. NaN with a
+ * clear sign lies above +Inf. */
+static inline int32_t float_order(float x)
 {
-    float lane[8];
-    for (int l = 0; l < 8; l++) {
-        lane[l] = x[l];
+    int32_t bits = (int32_t)float_bits(x);
+    return bits ^ (int32_t)((uint32_t)(bits >> 31) >> 1);
+}
+
+static inline float float_of_order(int32_t order)
+{
+    return float_from_bits((uint32_t)(order ^ (int32_t)((uint32_t)(order >> 31) >> 1)));
+}
+
+static inline float max_of(const float *x, int n)
+{
+    int32_t max = INT32_MIN;
+    for (int j = 0; j < n; j++) {
+        int32_t order = float_order(x[j]);
+        max = order > max ? order : max;
     }
-    for (int64_t j = 8; j < n; j += 8) {
-        for (int l = 0; l < 8; l++) {
-            lane[l] = x[j + l] > lane[l] ? x[j + l] : lane[l];
-        }
-    }
-    float max = lane[0];
-    for (int l = 1; l < 8; l++) {
-        max = lane[l] > max ? lane[l] : max;
-    }
-    return max;
+    return float_of_order(max);
 }
 
 void score_range(const float *t, int64_t n, float *max, float *magnitude)
 {
-    float most = -INFINITY;
-    float least = INFINITY;
-    bool nan = false;
+    int32_t most = float_order(-INFINITY);
+    uint32_t largest = 0;
     for (int64_t j = 0; j < n; j++) {
-        most = t[j] > most ? t[j] : most;
-        least = t[j] < least ? t[j] : least;
-        nan |= t[j] != t[j];
+        int32_t order = float_order(t[j]);
+        uint32_t bits = float_bits(t[j]) & ~FLOAT_SIGN;
+        most = order > most ? order : most;
+        largest = bits > largest ? bits : largest;
     }
-    *max = nan ? NAN : most;
-    *magnitude = nan ? NAN : (most > -least ? most : -least);
+    *magnitude = float_from_bits(largest);
+    *max = largest > FLOAT_INF ? NAN : float_of_order(most);
 }
 
 float anchor_of(const struct attention_recipe *recipe, float max)
@@ -200,9 +204,9 @@ struct block_out {
     int visible;
 };
 
-static void put_codes(const struct block_out *out, const float *q, int n, bool e2m1)
+static void put_codes(const struct block_out *out, const float *q, bool e2m1)
 {
-    for (int j = 0; out->codes != NULL && j < n && j < out->visible; j++) {
+    for (int j = 0; out->codes != NULL && j < 32 && j < out->visible; j++) {
         out->codes[j] = e2m1 ? e2m1_from_float(q[j]) : e4m3_from_float(q[j]);
     }
 }
@@ -224,7 +228,7 @@ static void fp8_block(const struct p_row *row, float *t, float unit, const struc
         q[j] = e4m3_round(exp2_shifted(t[j], lift - row->reference));
         t[j] = q[j] * (down * unit);
     }
-    put_codes(out, q, 32, false);
+    put_codes(out, q, false);
 }
 
 static void mxfp4_block(const struct attention_recipe *recipe, const struct p_row *row, float *t, int64_t block,
@@ -252,36 +256,51 @@ static void mxfp4_block(const struct attention_recipe *recipe, const struct p_ro
         q[j] = byte < 1.0f ? 0.0f : q[j];
         t[j] = q[j] * scale;
     }
-    put_codes(out, q, 32, true);
+    put_codes(out, q, true);
     put_exponent(out, 0, e);
 }
 
-/* NVFP4 or UE5M3, 16 keys. Boundaries times the scale are exact in FP32, so that p is compared, not divided. */
-static void nvfp4_block(bool wide, const struct p_row *row, float *t, int index, const struct block_out *out)
+/* E2M1(p / s) for p >= 0. Boundaries times a scale are exact in FP32, so that p is compared, not divided. */
+static inline float quotient_value(float p, float s)
+{
+    float q = p > 0.25f * s ? 0.5f : 0.0f;
+    q += p >= 0.75f * s ? 0.5f : 0.0f;
+    q += p > 1.25f * s ? 0.5f : 0.0f;
+    q += p >= 1.75f * s ? 0.5f : 0.0f;
+    q += p > 2.5f * s ? 1.0f : 0.0f;
+    q += p >= 3.5f * s ? 1.0f : 0.0f;
+    q += p > 5.0f * s ? 2.0f : 0.0f;
+    return q;
+}
+
+/* NVFP4 or UE5M3: two blocks of 16 keys. */
+static void nvfp4_blocks(bool wide, const struct p_row *row, float *t, const struct block_out *out)
 {
     float g = (wide ? 0x1p18f : 0x1p11f) * (row->rebuilt ? 0.5f : 1.0f);
-    float peak = g * exp2_shifted(max_of(t, 16), -row->reference) / 6.0f;
-    uint8_t byte = wide ? ue5m3_from_float(peak) : ue4m3_from_float(peak);
-    float s = (wide ? ue5m3_to_float(byte) : ue4m3_to_float(byte)) / g;
-    float q[16];
-    for (int j = 0; j < 16; j++) {
-        float p = exp2_shifted(t[j], -row->reference);
-        q[j] = p > 0.25f * s ? 0.5f : 0.0f;
-        q[j] += p >= 0.75f * s ? 0.5f : 0.0f;
-        q[j] += p > 1.25f * s ? 0.5f : 0.0f;
-        q[j] += p >= 1.75f * s ? 0.5f : 0.0f;
-        q[j] += p > 2.5f * s ? 1.0f : 0.0f;
-        q[j] += p >= 3.5f * s ? 1.0f : 0.0f;
-        q[j] += p > 5.0f * s ? 2.0f : 0.0f;
-        q[j] = s > 0.0f ? q[j] : 0.0f;
-        t[j] = q[j] * s;
+    float scale[32];
+    float divisor[32]; /* a block whose scale is zero has codes zero */
+    for (int half = 0; half < 2; half++) {
+        float peak = g * exp2_shifted(max_of(t + 16 * half, 16), -row->reference) / E2M1_MAX;
+        uint8_t byte = wide ? ue5m3_from_float(peak) : ue4m3_from_float(peak);
+        float s = (wide ? ue5m3_to_float(byte) : ue4m3_to_float(byte)) / g;
+        for (int j = 16 * half; j < 16 * half + 16; j++) {
+            scale[j] = s;
+            divisor[j] = s > 0.0f ? s : INFINITY;
+        }
+        if (out->visible > 16 * half) {
+            put_exponent(out, half, byte);
+        }
     }
-    struct block_out half = {out->codes != NULL ? out->codes + 16 * index : NULL, out->exponents,
-                             out->visible - 16 * index};
-    put_codes(&half, q, 16, true);
-    if (half.visible > 0) {
-        put_exponent(out, index, byte);
+    float p[32];
+    float q[32];
+    exp2_row(t, 32, -row->reference, p);
+    for (int j = 0; j < 32; j++) {
+        q[j] = quotient_value(p[j], divisor[j]);
     }
+    for (int j = 0; j < 32; j++) {
+        t[j] = q[j] * scale[j];
+    }
+    put_codes(out, q, true);
 }
 
 /* The sum is of the values before their rounding, as flash attention makes it. */
@@ -313,8 +332,7 @@ static float publish_block(const struct attention_recipe *recipe, const struct p
         break;
     case PV_NVFP4:
     case PV_FP4_UE5M3:
-        nvfp4_block(pv == PV_FP4_UE5M3, row, t, 0, out);
-        nvfp4_block(pv == PV_FP4_UE5M3, row, t + 16, 1, out);
+        nvfp4_blocks(pv == PV_FP4_UE5M3, row, t, out);
         break;
     }
     return block_sum(t);
