@@ -24,10 +24,10 @@ struct arena {
     size_t capacity;
     size_t high_water; /* most ever used, for scratch arenas that are rewound */
     int n_labels;
-    struct arena_label labels[ARENA_LABELS_MAX]; /* bytes per name, in order of first use */
+    struct arena_label labels[ARENA_LABELS_MAX]; /* in order of first use; they add up to high_water */
 };
 
-/* A measuring arena. */
+/* A measuring arena. After the calls, `high_water` is the capacity to open the real one with. */
 void arena_measure(struct arena *arena, const char *name);
 
 /* A real arena of `capacity` bytes. Fails with ERR_NOMEM, naming the arena and its bytes. */
@@ -38,7 +38,8 @@ void arena_close(struct arena *arena);
  * it ASSERTs. */
 void *arena_take(struct arena *arena, const char *label, size_t bytes);
 
-/* Scratch use: remember `used`, take, give back by rewinding. */
+/* Scratch use: remember `used`, take, give back by rewinding. What lies behind the mark must not be touched any more.
+ */
 size_t arena_mark(const struct arena *arena);
 void arena_rewind(struct arena *arena, size_t mark);
 

@@ -10,6 +10,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+/* write() may take less than it is given; the data is safe only after fsync. */
 static enum status write_all(int fd, const char *path, const char *bytes, size_t n)
 {
     while (n > 0) {
@@ -36,6 +37,7 @@ static void folder_of(const char *path, char folder[PATH_MAX])
     }
 }
 
+/* Room for the path and its temporary neighbour in buffers of PATH_MAX. */
 static enum status check_path(const char *path)
 {
     if (strlen(path) + sizeof ".tmp" > PATH_MAX) {
@@ -116,6 +118,7 @@ enum status file_read_all(const char *path, size_t limit, char **bytes, size_t *
     return status;
 }
 
+/* A folder that another process makes at the same moment is as good as ours. */
 static enum status make_folder(const char *path)
 {
     struct stat info;

@@ -71,6 +71,7 @@ static inline void pack_group(const struct operand *o, enum dtype type, int64_t 
     }
 }
 
+/* All panels of a tile's share of one operand, one after the other. */
 static inline void pack(const struct operand *o, int64_t x0, int count, int group, int64_t k0, int depth, float *panels)
 {
     for (int x = 0; x < count; x += group, panels += group * depth) {
@@ -113,6 +114,7 @@ multiply_groups(const float *restrict a, const float *restrict b, int depth, boo
     }
 }
 
+/* One row of sums becomes a row of C. */
 static void finish_row(const struct gemm *g, const float *restrict sums, int columns, int64_t at)
 {
     float *c = (float *)g->c + at;
@@ -130,6 +132,7 @@ static void finish_row(const struct gemm *g, const float *restrict sums, int col
     }
 }
 
+/* Rows of A repeat fastest: the panel of B, 32 KiB, stays near while those of A stream past. */
 static void compute_tile(const struct gemm *g, const struct tile *t)
 {
     struct scratch scratch;

@@ -57,6 +57,7 @@ json_t *json_finite(double x)
     return number;
 }
 
+/* The member under `key`, of whatever type; `type` is for the message. */
 static enum status find(const json_t *object, const char *name, const char *key, const char *type, json_t **member)
 {
     if (!json_is_object(object)) {

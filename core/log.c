@@ -65,6 +65,7 @@ void log_line(enum log_level level, const char *format, ...)
     if ((int)level < atomic_load(&log_level_now) || (rank != 0 && level < LOG_WARN)) {
         return;
     }
+    /* Formatted before the lock is taken, and written by one call: other processes share stderr. */
     char text[2048];
     va_list args;
     va_start(args, format);

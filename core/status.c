@@ -3,6 +3,7 @@
 
 #include "core/log.h"
 
+#include <ctype.h>
 #include <errno.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -18,6 +19,10 @@ enum status status_fail(enum status status, const char *format, ...)
     va_start(args, format);
     vsnprintf(last_message, sizeof last_message, format, args);
     va_end(args);
+    /* Messages quote files and command lines: whatever bytes those hold, a failure is one line. */
+    for (char *c = last_message; *c != '\0'; c++) {
+        *c = (char)(iscntrl((unsigned char)*c) ? '.' : *c);
+    }
     log_line(LOG_ERROR, "%s", last_message);
     return status;
 }
@@ -79,6 +84,7 @@ int status_exit_code(enum status status)
     case ERR_STOPPED:
         return 4;
     }
+    /* No such status: a broken program counts as a broken machine, not as the user's fault. */
     return 2;
 }
 

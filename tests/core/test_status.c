@@ -63,6 +63,13 @@ static void test_messages_belong_to_their_thread(void **state)
     assert_null(result);
 }
 
+static void test_a_failure_is_one_line_whatever_it_quotes(void **state)
+{
+    (void)state;
+    assert_int_equal(status_fail(ERR_DATA, "%s: bad", "a\nb\r\x1b[2Jc\xc3\xa9"), ERR_DATA);
+    assert_string_equal(status_last_message(), "a.b..[2Jc\xc3\xa9: bad");
+}
+
 static void test_long_messages_are_cut(void **state)
 {
     (void)state;
@@ -79,6 +86,7 @@ int main(void)
         cmocka_unit_test(test_try_passes_on_the_first_failure_and_keeps_its_words),
         cmocka_unit_test(test_errno_is_put_into_words),
         cmocka_unit_test(test_messages_belong_to_their_thread),
+        cmocka_unit_test(test_a_failure_is_one_line_whatever_it_quotes),
         cmocka_unit_test(test_long_messages_are_cut),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
