@@ -147,7 +147,7 @@ const struct config_key config_keys[] = {
     TEXT("data", "val", KEY_GLOBS, data.val, "", RESUME_FREE, "globs of validation shards; empty: no evaluation"),
     TEXT("data", "tokenizer", KEY_PATH, data.tokenizer, "", RESUME_FREE,
          "tokenizer.json to put into checkpoints; empty: written for the byte tokeniser's vocabulary, else none"),
-    INT("data", "batch", data.batch, NULL, 1, 1e9, RESUME_FIXED, "sequences of an update, over all ranks"),
+    INT("data", "batch", data.batch, NULL, 1, 1e5, RESUME_FIXED, "sequences of an update, over all ranks"),
     INT("data", "micro_batch", data.micro_batch, "1", 1, 1e9, RESUME_FREE,
         "sequences that run at once; run.deterministic = any sums gradients by sample, so the CPU takes 1 only"),
     INT("data", "seq_len", data.seq_len, NULL, 1, 1e8, RESUME_FIXED, "tokens of a sequence"),
@@ -169,7 +169,7 @@ const struct config_key config_keys[] = {
     BOOL("log", "stdout", log_stdout, "true", RESUME_FREE, "a console line for each row"),
 
     INT("eval", "every", eval_every, "0", 0, COUNT_MAX, RESUME_FREE, "updates between evaluations; 0: at the end only"),
-    INT("eval", "steps", eval_steps, "4", 1, COUNT_MAX, RESUME_FREE, "batches of an evaluation"),
+    INT("eval", "steps", eval_steps, "4", 1, 1e4, RESUME_FREE, "batches of an evaluation"),
 
     BOOL("divergence", "stop", divergence_stop, "true", RESUME_FREE,
          "end the run, exit status 3, once it has diverged"),

@@ -54,9 +54,9 @@ static enum status check_lengths(struct config *config)
     if (config->eval_every > 0 && config->data.val[0] == '\0') {
         return status_fail(ERR_CONFIG, "eval.every = %lld, but data.val names no shards", (ll)config->eval_every);
     }
-    if (config->schedule.steps >= INT32_MAX || config->schedule.steps > INT64_MAX / config->data.batch) {
-        return status_fail(ERR_CONFIG, "%lld updates of %lld sequences: too many to count; at most %d updates",
-                           (ll)config->schedule.steps, (ll)config->data.batch, INT32_MAX - 1);
+    if (config->schedule.steps >= INT32_MAX) {
+        return status_fail(ERR_CONFIG, "%lld updates: too many to count; at most %d", (ll)config->schedule.steps,
+                           INT32_MAX - 1);
     }
     int64_t longest = config->schedule.steps > 1 ? config->schedule.steps - 1 : 0;
     if (config->schedule.warmup > longest) {
@@ -125,8 +125,8 @@ static void print_run(FILE *out, const struct config *config, int ranks)
 {
     int64_t steps = config->schedule.steps, every = config->checkpoint.every;
     int64_t tokens = config->data.batch * config->data.seq_len;
-    fprintf(out, "run\n  %-12s %lld of %lld sequences x %lld tokens = %lld tokens each, %lld in all\n", "updates",
-            (ll)steps, (ll)config->data.batch, (ll)config->data.seq_len, (ll)tokens, (ll)(steps * tokens));
+    fprintf(out, "run\n  %-12s %lld of %lld sequences x %lld tokens = %lld tokens each, %.0f in all\n", "updates",
+            (ll)steps, (ll)config->data.batch, (ll)config->data.seq_len, (ll)tokens, (double)steps * (double)tokens);
     fprintf(out, "  %-12s %d, %lld sequences each, run one at a time\n", "ranks", ranks,
             (ll)(config->data.batch / ranks));
     fprintf(out, "  %-12s %s, peak %g at update %lld, last %g\n", "schedule",

@@ -80,6 +80,13 @@ static enum status place_reference(struct study *study)
 static enum status read_arms(struct study *study)
 {
     char copy[CONFIG_GLOBS], *rest = copy;
+    if (strcmp(study->base->checkpoint.resume, "auto") != 0) {
+        return status_fail(
+            ERR_CONFIG,
+            "checkpoint.resume = \"%s\": a study resumes each arm from the arm's own folder (auto); a common "
+            "start is study.from",
+            study->base->checkpoint.resume);
+    }
     snprintf(copy, sizeof copy, "%s", study->base->study.arms);
     for (char *word; (word = strtok_r(rest, " ", &rest)) != NULL;) {
         glob_t found;
