@@ -35,8 +35,7 @@ double schedule_factor(const struct schedule *s, int64_t update)
     int64_t start = peak; /* the last update at the peak */
     if (s->kind == SCHEDULE_WSD) {
         int64_t decay = (int64_t)((double)s->decay_fraction * (double)s->steps + 0.5);
-        int64_t decay_start = s->steps - (decay > 1 ? decay : 1);
-        start = decay_start > peak ? decay_start : peak;
+        start = s->steps - decay > peak ? s->steps - decay : peak;
         if (update <= start) {
             return 1.0;
         }

@@ -20,7 +20,7 @@ struct schedule {
  *   after it, with p from 0 at the peak to 1 at the last update and f = final_fraction
  *     cosine    f + (1 - f) (1 + cos(pi p)) / 2
  *     linear    1 - (1 - f) p
- *     wsd       1, then linear over the last max(1, round(decay_fraction steps)) updates
+ *     wsd       1, then linear over the last round(decay_fraction steps) updates
  *     constant  1
  *   the last update           final_fraction exactly (a run of one update is all last update); constant: 1
  * The same bits on every machine. */

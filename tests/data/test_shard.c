@@ -267,6 +267,25 @@ static void test_oversized_counts_allocate_nothing(void **state)
     assert_non_null(strstr(status_last_message(), "expected at most"));
 }
 
+/* A count that is wrong by one shows when the shard is opened, before any step has been run. */
+static void test_a_wrong_count_shows_at_open(void **state)
+{
+    (void)state;
+    const char *path = scratch_path("count.tok.zst");
+    const uint64_t counts[] = {69999, 70001};
+    for (int i = 0; i < 2; i++) {
+        shard_make(path, 320, 70000);
+        struct file_bytes file = file_load(path);
+        bytes_put(file.data + 24, 8, counts[i]);
+        shard_repair(&file);
+        file_store(path, file);
+        file_free(&file);
+        struct shard *shard;
+        assert_int_equal(shard_open(&shard, path), ERR_DATA);
+        assert_non_null(strstr(status_last_message(), "frame 1"));
+    }
+}
+
 /* No byte of a shard can change unseen. */
 static void test_every_changed_byte_is_noticed(void **state)
 {
@@ -376,6 +395,7 @@ int main(void)
         cmocka_unit_test(test_every_fault_is_one_line_with_file_place_expected_found),
         cmocka_unit_test(test_short_and_empty_files_are_refused),
         cmocka_unit_test(test_oversized_counts_allocate_nothing),
+        cmocka_unit_test(test_a_wrong_count_shows_at_open),
         cmocka_unit_test(test_every_changed_byte_is_noticed),
         cmocka_unit_test(test_forged_shards_do_no_harm),
         cmocka_unit_test(test_damage_after_opening_is_met_when_reading),

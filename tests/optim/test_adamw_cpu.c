@@ -278,6 +278,58 @@ static void test_rounding_depends_on_name_update_and_seed_only(void **state)
     arrays_close(&other);
 }
 
+/* Without gradients an update is decay alone, the same one for every name and update: what differs is the rounding. */
+static void test_every_name_and_update_rounds_in_its_own_way(void **state)
+{
+    (void)state;
+    struct adamw_config c = base;
+    c.master_fp32 = false;
+    c.stochastic_rounding = true;
+    const char *names[] = {"a", "b", "a"};
+    const uint32_t updates[] = {1, 1, 2};
+    struct arrays a[3];
+    for (int i = 0; i < 3; i++) {
+        const struct adamw_segment segment = {.name = names[i], .elements = N, .decays = true};
+        a[i] = arrays_open(&c);
+        adamw_step(&c, &a[i].state, &segment, 1, a[i].grads, 1.0f, 1e-2f, updates[i]);
+    }
+    assert_memory_not_equal(a[0].state.weights, a[1].state.weights, N * sizeof(bf16));
+    assert_memory_not_equal(a[0].state.weights, a[2].state.weights, N * sizeof(bf16));
+    for (int i = 0; i < 3; i++) {
+        arrays_close(&a[i]);
+    }
+}
+
+/* m and v share a random word: each must be rounded up as often as its fraction says, and both as if independent. */
+static void test_moments_are_rounded_without_bias_and_independently(void **state)
+{
+    (void)state;
+    struct adamw_config c = base;
+    c.moments_bf16 = c.stochastic_rounding = true;
+    struct arrays a = arrays_open(&c);
+    const float g = 0.7f;
+    for (size_t i = 0; i < N; i++) {
+        a.grads[i] = g;
+    }
+    adamw_step(&c, &a.state, segments, 1, a.grads, 1.0f, 1e-3f, 1);
+    const double exact[2] = {(double)(1.0f - c.beta1) * (double)g, (double)(1.0f - c.beta2) * (double)g * (double)g};
+    const void *moments[2] = {a.state.m, a.state.v};
+    double up[2] = {0}, fraction[2], both = 0.0;
+    for (int k = 0; k < 2; k++) {
+        fraction[k] = exact[k] / bf16_step(exact[k]) - floor(exact[k] / bf16_step(exact[k]));
+        for (size_t i = 0; i < N; i++) {
+            up[k] += stored(moments[k], true, i) > exact[k] ? 1.0 / N : 0.0;
+        }
+        assert_true(fabs(up[k] - fraction[k]) < 4.0 * sqrt(fraction[k] * (1.0 - fraction[k]) / N));
+    }
+    for (size_t i = 0; i < N; i++) {
+        both += stored(moments[0], true, i) > exact[0] && stored(moments[1], true, i) > exact[1] ? 1.0 / N : 0.0;
+    }
+    double expected = fraction[0] * fraction[1];
+    assert_true(fabs(both - expected) < 4.0 * sqrt(expected * (1.0 - expected) / N));
+    arrays_close(&a);
+}
+
 static void test_bits_do_not_depend_on_threads(void **state)
 {
     (void)state;
@@ -311,6 +363,8 @@ int main(void)
         cmocka_unit_test(test_the_gap_between_segments_stays_as_it_is),
         cmocka_unit_test(test_stochastic_rounding_is_unbiased),
         cmocka_unit_test(test_rounding_depends_on_name_update_and_seed_only),
+        cmocka_unit_test(test_every_name_and_update_rounds_in_its_own_way),
+        cmocka_unit_test(test_moments_are_rounded_without_bias_and_independently),
         cmocka_unit_test(test_bits_do_not_depend_on_threads),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
