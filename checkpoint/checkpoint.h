@@ -14,7 +14,8 @@
 
 struct checkpoint_group {
     int rank, size;
-    enum status (*barrier)(void *context); /* also makes all ranks fail if one did: see `agree` */
+    enum status (*barrier)(void *context);
+    /* Waits for all ranks and tells each the worst status of any. */
     enum status (*agree)(void *context, enum status mine, enum status *worst);
     void *context;
 };
@@ -37,12 +38,13 @@ struct checkpoint_content {
     const char *tokenizer_json; /* path to copy, or NULL */
 };
 
-/* Saves as folder/step_XXXXXXXX. All ranks call it. Fails with ERR_IO (errno text) on all ranks, leaving what was
- * there. */
+/* Saves as folder/step_XXXXXXXX, in place of one of that name. All ranks call it. Removes what a killed save left.
+ * Fails with ERR_IO (errno text) on all ranks, leaving what was there. */
 MUST_CHECK enum status checkpoint_save(const char *folder, int64_t step, const struct checkpoint_group *group,
                                        const struct checkpoint_content *content);
 
-/* The newest complete, undamaged and healthy one; logs why newer ones were skipped. `path` is "" if there is none. */
+/* The newest complete, undamaged and healthy one; logs why newer ones were skipped. Healthy: "verdict" in state.json is
+ * "healthy" (or not there), and nobody marked it suspect. `path` is "" if there is none. */
 MUST_CHECK enum status checkpoint_find(const char *folder, char *path, size_t bytes);
 
 /* Checks sizes and hashes against the manifest. ERR_DATA names file, extent, expected, found. */
@@ -51,15 +53,18 @@ MUST_CHECK enum status checkpoint_verify(const char *path);
 /* Reads train_state/state.json alone; the caller decides whether it fits before reading tensors. */
 MUST_CHECK enum status checkpoint_read_train(const char *path, json_t **train);
 
-/* Reads the named tensors into their data. Name, dtype and shape must agree: "checkpoint has X, config has Y". */
+/* Reads the tensors into their data; config, train and tokenizer_json are not looked at, nor is a file without tensors
+ * asked for. Names, dtypes and shapes must agree before anything is read: else ERR_CONFIG, "checkpoint has X, config
+ * has Y". Hashes are checkpoint_verify's affair. */
 MUST_CHECK enum status checkpoint_load(const char *path, const struct checkpoint_content *content);
 
-/* Marks checkpoints after `step` suspect (a healthy mark in train_state is left as written; the mark is a file beside
- * the manifest), so that checkpoint_find skips them. */
+/* Marks checkpoints after `after_step` suspect, so that checkpoint_find skips them: a file `suspect` beside the
+ * manifest; what was saved stays as it is. */
 MUST_CHECK enum status checkpoint_mark_suspect(const char *folder, int64_t after_step);
 
-/* Deletes old ones: keeps the newest `keep`, every one whose step is a multiple of keep_forever_every (0: none), and
- * the newest healthy one older than `window` updates before `step`. */
+/* Deletes old ones. Stay: the newest `keep` complete ones and whatever is newer than the oldest of these; every one
+ * whose step is a multiple of keep_forever_every (0: none); the newest healthy one at least `window` updates before
+ * `step`, and the oldest healthy one within the window, which will take its place. */
 struct checkpoint_rotation {
     int keep;
     int64_t keep_forever_every, window, step;
