@@ -125,18 +125,23 @@ int program_call(struct program *p, const char *format, ...)
     return run_shell(p, command);
 }
 
+static void launcher(int ranks, char *text, size_t bytes)
+{
+    text[0] = '\0';
+    if (ranks > 1) {
+        snprintf(text, bytes, "mpirun -n %d --allow-run-as-root --oversubscribe --bind-to none", ranks);
+    }
+}
+
 int program_train(struct program *p, int ranks, const char *format, ...)
 {
-    char arguments[COMMAND / 2], command[COMMAND], launcher[128] = "OMP_NUM_THREADS=1";
+    char arguments[COMMAND / 2], command[COMMAND], mpirun[128];
     va_list args;
     va_start(args, format);
     vsnprintf(arguments, sizeof arguments, format, args);
     va_end(args);
-    if (ranks > 1) {
-        snprintf(launcher, sizeof launcher,
-                 "OMP_NUM_THREADS=1 mpirun -n %d --allow-run-as-root --oversubscribe --bind-to none", ranks);
-    }
-    snprintf(command, sizeof command, "%s %s {}/base.toml %s", launcher, trainer(), arguments);
+    launcher(ranks, mpirun, sizeof mpirun);
+    snprintf(command, sizeof command, "OMP_NUM_THREADS=1 %s %s {}/base.toml %s", mpirun, trainer(), arguments);
     return run_shell(p, command);
 }
 
@@ -147,11 +152,12 @@ void program_expect(const struct program *p, const char *words)
     }
 }
 
-pid_t program_start(struct program *p, const char *arguments)
+pid_t program_start(const struct program *p, int ranks, const char *arguments)
 {
-    char command[COMMAND], expanded[COMMAND];
-    snprintf(command, sizeof command, "OMP_NUM_THREADS=1 exec %s {}/base.toml %s >{}/background.txt 2>&1", trainer(),
-             arguments);
+    char command[COMMAND], expanded[COMMAND], mpirun[128];
+    launcher(ranks, mpirun, sizeof mpirun);
+    snprintf(command, sizeof command, "OMP_NUM_THREADS=1 exec %s %s {}/base.toml %s >{}/background.txt 2>&1", mpirun,
+             trainer(), arguments);
     expand(p, command, expanded, sizeof expanded);
     pid_t pid = fork();
     if (pid == 0) {

@@ -30,8 +30,8 @@ int program_shell(struct program *p, const char *format, ...) __attribute__((for
 /* Fails the test unless the last output holds `words`. */
 void program_expect(const struct program *p, const char *words);
 
-/* Starts the trainer in the background. */
-pid_t program_start(struct program *p, const char *arguments);
+/* Starts the trainer (or mpirun) in the background with base.toml. */
+pid_t program_start(const struct program *p, int ranks, const char *arguments);
 
 /* Files below the folder, byte for byte. */
 void assert_same_file(const struct program *p, const char *a, const char *b);

@@ -79,9 +79,10 @@ static void poison(const struct program *p, const char *from, const char *to, co
     free_list(optimizer, &state);
 }
 
-static void check_nan_stop(struct program *p, int ranks, const char *out)
+static void check_nan_stop(struct program *p, int ranks, const char *out, const char *options)
 {
-    assert_int_equal(program_train(p, ranks, "--run.out={}/%s --checkpoint.resume={}/poisoned/step_00000005", out), 3);
+    assert_int_equal(
+        program_train(p, ranks, "--run.out={}/%s --checkpoint.resume={}/poisoned/step_00000005 %s", out, options), 3);
     program_expect(p, "update 6 stopped before it was applied");
     program_expect(p, "weight model.layers.1.mlp.down_proj.weight is not finite");
     assert_verdict(p, out, "diverged", true);
@@ -94,9 +95,12 @@ static void test_nan_weight_stops_before_the_update(void **state)
     struct program *p = *state;
     assert_int_equal(program_train(p, 1, "--run.out={}/good --checkpoint.every=5"), 0);
     poison(p, "good/checkpoints/step_00000005", "poisoned", "model.layers.1.mlp.down_proj.weight");
-    check_nan_stop(p, 1, "nan_1");
+    check_nan_stop(p, 1, "nan_1", "");
+    check_nan_stop(p, 1, "nan_fp4",
+                   "configs/arms/nvfp4_mxfp4.toml --linear.mlp=nvfp4 '--checkpoint.may_change=attention.* "
+                   "linear.*'");
     if (program_call(p, "--version") == 0 && strstr(p->output, "MPI yes") != NULL) {
-        check_nan_stop(p, 2, "nan_2");
+        check_nan_stop(p, 2, "nan_2", "");
     }
 }
 
