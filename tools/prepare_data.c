@@ -1,16 +1,16 @@
 /* tools: prepare_data turns text into token shards, and checks and shows them.
  *
  * Text is read in pieces and shards are cut at a fixed number of tokens, so that memory does not grow with the input.
- * Which document is validation depends on its number only: the same files give the same shards. */
+ * Which document is validation depends on its number only: the same files give the same shards.
+ * One program is one file, so this one is longer than others: command line, preparing, looking. */
 #include "core/file.h"
 #include "core/log.h"
-#include "data/shard.h"
+#include "data/shard_set.h"
 #include "data/tokenizer.h"
 
 #include <argp.h>
 #include <ctype.h>
 #include <errno.h>
-#include <glob.h>
 #include <inttypes.h>
 #include <limits.h>
 #include <math.h>
@@ -166,86 +166,17 @@ static error_t parse_option(int key, char *text, struct argp_state *state)
     }
 }
 
-/* ---- output: the shards of one kind ------------------------------------------------------------------------------ */
-
-struct output {
-    const char *folder, *kind; /* train or val */
-    uint64_t shard_tokens;
-    struct shard_writer *writer; /* of the last shard; NULL between shards */
-    uint64_t in_shard;
-    int shards;
-    uint64_t tokens, documents;
-};
-
-static enum status shard_name(char path[PATH_MAX], const struct output *out, int shard)
-{
-    int n = snprintf(path, PATH_MAX, "%s/%s-%05d.tok.zst", out->folder, out->kind, shard);
-    return n > 0 && n < PATH_MAX ? OK : status_fail(ERR_USAGE, "--out: a path of more than %d bytes", PATH_MAX);
-}
-
-static enum status output_end_shard(struct output *out)
-{
-    struct shard_writer *writer = out->writer;
-    out->writer = NULL;
-    out->in_shard = 0;
-    return writer ? shard_writer_finish(writer) : OK;
-}
-
-static enum status output_add(struct output *out, const int32_t *tokens, size_t n)
-{
-    while (n > 0) {
-        if (!out->writer) {
-            char path[PATH_MAX];
-            TRY(shard_name(path, out, out->shards));
-            TRY(shard_writer_open(&out->writer, path, BYTE_VOCAB));
-            out->shards++;
-        }
-        uint64_t room = out->shard_tokens - out->in_shard;
-        size_t part = n < room ? n : (size_t)room;
-        TRY(shard_writer_add(out->writer, tokens, part));
-        tokens += part;
-        n -= part;
-        out->in_shard += part;
-        out->tokens += part;
-        if (out->in_shard == out->shard_tokens) {
-            TRY(output_end_shard(out));
-        }
-    }
-    return OK;
-}
-
-/* After a failure: a folder with a part of the data would look like the whole. */
-static void output_remove(struct output *out)
-{
-    shard_writer_abandon(out->writer);
-    out->writer = NULL;
-    for (int i = 0; i < out->shards; i++) {
-        char path[PATH_MAX];
-        if (shard_name(path, out, i) == OK) {
-            unlink(path);
-        }
-    }
-}
-
-static uint64_t output_bytes(const struct output *out)
-{
-    uint64_t bytes = 0;
-    for (int i = 0; i < out->shards; i++) {
-        char path[PATH_MAX];
-        struct stat info;
-        if (shard_name(path, out, i) == OK && stat(path, &info) == 0) {
-            bytes += (uint64_t)info.st_size;
-        }
-    }
-    return bytes;
-}
-
 /* ---- preparing --------------------------------------------------------------------------------------------------- */
+
+struct part {
+    struct shard_set set;
+    uint64_t documents;
+};
 
 struct preparation {
     const struct options *options;
-    struct output train, val;
-    struct output *document; /* where the open document goes; NULL outside documents */
+    struct part train, val;
+    struct part *document; /* where the open document goes; NULL outside documents */
     uint64_t document_bytes;
     bool line_is_blank; /* so far */
     uint64_t documents, bytes, bytes_total;
@@ -293,17 +224,17 @@ static enum status begin_document(struct preparation *p)
     p->document = is_validation(p->options, p->documents) ? &p->val : &p->train;
     p->document_bytes = 0;
     p->line_is_blank = true;
-    return output_add(p->document, &bos, 1);
+    return shard_set_add(&p->document->set, &bos, 1);
 }
 
 static enum status end_document(struct preparation *p)
 {
     const int32_t eos = BYTE_EOS;
-    struct output *out = p->document;
+    struct part *part = p->document;
     p->document = NULL;
     p->documents++;
-    out->documents++;
-    return output_add(out, &eos, 1);
+    part->documents++;
+    return shard_set_add(&part->set, &eos, 1);
 }
 
 /* How many of the n bytes belong to the open document; *ended if it ends after them. */
@@ -343,7 +274,7 @@ static enum status add_text(struct preparation *p, const unsigned char *text, si
         bool ended;
         size_t part = scan_document(p, text, n, &ended);
         byte_tokenizer_encode_part(text, part, tokens);
-        TRY(output_add(p->document, tokens, part));
+        TRY(shard_set_add(&p->document->set, tokens, part));
         text += part;
         n -= part;
         if (ended) {
@@ -411,29 +342,6 @@ static enum status check_files(struct preparation *p)
     return OK;
 }
 
-/* Old shards in the folder would be read together with the new ones. */
-static enum status clear_folder(const struct options *o, const char *kind)
-{
-    char pattern[PATH_MAX];
-    int n = snprintf(pattern, sizeof pattern, "%s/%s-*.tok.zst", o->out, kind);
-    if (n < 0 || n >= PATH_MAX) {
-        return status_fail(ERR_USAGE, "--out: a path of more than %d bytes", PATH_MAX);
-    }
-    glob_t found = {0};
-    enum status status = OK;
-    if (glob(pattern, 0, NULL, &found) == 0 && !o->overwrite) {
-        status =
-            status_fail(ERR_USAGE, "%s: is already there: choose another --out or add --overwrite", found.gl_pathv[0]);
-    }
-    for (size_t i = 0; status == OK && i < found.gl_pathc; i++) {
-        if (unlink(found.gl_pathv[i]) != 0) {
-            status = status_fail_errno(ERR_IO, found.gl_pathv[i], "cannot remove");
-        }
-    }
-    globfree(&found);
-    return status;
-}
-
 static enum status check_split(const struct preparation *p)
 {
     bool wants_val = p->options->val_every > 0 || p->options->val_fraction > 0.0;
@@ -455,8 +363,8 @@ static enum status write_all(struct preparation *p)
         TRY(add_file(p, p->options->files[i]));
     }
     TRY(check_split(p));
-    TRY(output_end_shard(&p->train));
-    TRY(output_end_shard(&p->val));
+    TRY(shard_set_finish(&p->train.set));
+    TRY(shard_set_finish(&p->val.set));
     char path[PATH_MAX];
     snprintf(path, sizeof path, "%s/tokenizer.json", p->options->out);
     return byte_tokenizer_write_json(path);
@@ -464,14 +372,14 @@ static enum status write_all(struct preparation *p)
 
 static void print_summary(const struct preparation *p)
 {
-    uint64_t packed = output_bytes(&p->train) + output_bytes(&p->val);
+    uint64_t packed = shard_set_bytes(&p->train.set) + shard_set_bytes(&p->val.set);
     printf("documents %12" PRIu64 "   train %" PRIu64 ", val %" PRIu64 "\n", p->documents, p->train.documents,
            p->val.documents);
-    printf("tokens    %12" PRIu64 "   train %" PRIu64 ", val %" PRIu64 "\n", p->train.tokens + p->val.tokens,
-           p->train.tokens, p->val.tokens);
+    printf("tokens    %12" PRIu64 "   train %" PRIu64 ", val %" PRIu64 "\n", p->train.set.tokens + p->val.set.tokens,
+           p->train.set.tokens, p->val.set.tokens);
     printf("text      %12" PRIu64 " bytes\n", p->bytes);
     printf("shards    %12" PRIu64 " bytes in %s: train %d, val %d; %.2f bytes of text a byte\n", packed,
-           p->options->out, p->train.shards, p->val.shards, (double)p->bytes / (double)packed);
+           p->options->out, p->train.set.shards, p->val.set.shards, (double)p->bytes / (double)packed);
 }
 
 static enum status prepare(const struct options *o)
@@ -480,21 +388,18 @@ static enum status prepare(const struct options *o)
         return status_fail(ERR_UNSUPPORTED, "--tokenizer %s: this build has the byte tokenizer only: --tokenizer bytes",
                            o->tokenizer);
     }
-    struct preparation p = {
-        .options = o,
-        .train = {.folder = o->out, .kind = "train", .shard_tokens = o->shard_tokens},
-        .val = {.folder = o->out, .kind = "val", .shard_tokens = o->shard_tokens},
-        .begin_s = now_s(),
-    };
+    struct shard_set set = {.folder = o->out, .kind = "train", .vocab = BYTE_VOCAB, .shard_tokens = o->shard_tokens};
+    struct preparation p = {.options = o, .train.set = set, .val.set = set, .begin_s = now_s()};
+    p.val.set.kind = "val";
     TRY(check_files(&p));
     TRY(file_make_folders(o->out));
-    TRY(clear_folder(o, "train"));
-    TRY(clear_folder(o, "val"));
+    TRY(shard_set_clear(&p.train.set, o->overwrite));
+    TRY(shard_set_clear(&p.val.set, o->overwrite));
     enum status status = write_all(&p);
     end_progress();
     if (status != OK) {
-        output_remove(&p.train);
-        output_remove(&p.val);
+        shard_set_remove(&p.train.set);
+        shard_set_remove(&p.val.set);
         return status;
     }
     print_summary(&p);
