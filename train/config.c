@@ -196,7 +196,7 @@ static enum status check_line(struct source *source, const char *line, size_t by
         return status_fail(ERR_CONFIG, "%s:%d: expected key = value, [section] or # comment, found: %s", file, at,
                            line);
     }
-    if (strstr(line, " ;") != NULL) {
+    if (strstr(line, " ;") != NULL || strstr(line, "\t;") != NULL) {
         return status_fail(ERR_CONFIG, "%s:%d: \" ;\" would start a comment: remove it", file, at);
     }
     return OK;

@@ -220,6 +220,19 @@ static enum status set_list(void *field, const struct config_key *key, const cha
     return OK;
 }
 
+/* Text that survives the dump (a file of lines, where " ;" starts a comment) and JSON (UTF-8). */
+static bool is_storable(const char *text)
+{
+    for (const char *c = text; *c != '\0'; c++) {
+        if (iscntrl((unsigned char)*c) || strchr("\"\\", *c) != NULL || (c[0] == ' ' && c[1] == ';')) {
+            return false;
+        }
+    }
+    json_t *string = json_string(text); /* NULL if not UTF-8 */
+    json_decref(string);
+    return string != NULL;
+}
+
 /* Strips the quotes that files must and command lines may have. */
 static enum status unquote(const struct config_key *key, const char *text, const struct config_place *place, char *out)
 {
@@ -229,8 +242,10 @@ static enum status unquote(const struct config_key *key, const char *text, const
         return wrong(key, text, place, "a text in double quotes, with nothing after it");
     }
     snprintf(out, TEXT_MAX, "%.*s", quotes ? (int)n - 2 : (int)n, quotes ? text + 1 : text);
-    if (strchr(out, '"') != NULL || strchr(out, '\\') != NULL) {
-        return wrong(key, text, place, "a text without quotes and backslashes inside, and nothing after it");
+    if (!is_storable(out)) {
+        return wrong(key, text, place,
+                     "a text in UTF-8 without quotes, backslashes, control characters or \" ;\" inside, and nothing "
+                     "after it");
     }
     return OK;
 }

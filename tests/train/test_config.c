@@ -145,6 +145,7 @@ static void test_lines_that_readers_would_disagree_on(void **state)
     REFUSED("[run]\nsteps: 5\n", "more.toml:2", "expected key = value");
     REFUSED("[run]\nsteps\n", "more.toml:2", "expected key = value");
     REFUSED("[run]\nname = \"a ;b\"\n", "more.toml:2", "would start a comment");
+    REFUSED("[run]\nsteps = 5\t; x\n", "more.toml:2", "would start a comment");
     REFUSED("[run] # x\n", "more.toml:1", "a section line is [name]");
     snprintf(text, sizeof text, "[run]\nname = \"%0200d\"\n", 0);
     REFUSED(text, "more.toml:2", "line of 209 bytes");
@@ -269,6 +270,22 @@ static void test_dump_reads_back_as_the_same_configuration(void **state)
     free(back);
 }
 
+static void test_texts_that_a_dump_or_json_would_lose_are_refused(void **state)
+{
+    (void)state;
+    struct config *config = new_config();
+    char *lost[] = {"run.name=a\nb", "run.name=a\x1b[2J", "run.name=a ;b", "run.name=\xe9t\xe9", "data.val=\xc3("};
+    for (size_t i = 0; i < sizeof lost / sizeof lost[0]; i++) {
+        assert_int_equal(config_add_overrides(config, &lost[i], 1), ERR_CONFIG);
+        assert_non_null(strstr(status_last_message(), "a text in UTF-8"));
+        assert_null(strchr(status_last_message(), '\n'));
+    }
+    char *kept[] = {"run.name=\xc3\xa9t\xc3\xa9; a"};
+    assert_int_equal(config_add_overrides(config, kept, 1), OK);
+    assert_string_equal(config->run.name, "\xc3\xa9t\xc3\xa9; a");
+    free(config);
+}
+
 static void test_resume_compares_key_by_key(void **state)
 {
     (void)state;
@@ -317,6 +334,7 @@ int main(void)
         cmocka_unit_test(test_preset_and_single_switches),
         cmocka_unit_test(test_arms_may_set_attention_and_linear_only),
         cmocka_unit_test(test_dump_reads_back_as_the_same_configuration),
+        cmocka_unit_test(test_texts_that_a_dump_or_json_would_lose_are_refused),
         cmocka_unit_test(test_resume_compares_key_by_key),
         cmocka_unit_test(test_documentation_of_keys_is_current),
     };
