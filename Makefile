@@ -32,8 +32,14 @@ else ifeq ($(BUILD),tsan)
 # libgomp is not instrumented and gives false alarms: no OpenMP here.
 CFLAGS  := $(filter-out -fopenmp,$(CFLAGS)) -O1 -march=$(ARCH) -fsanitize=thread -Wno-unknown-pragmas
 LDFLAGS := $(filter-out -fopenmp,$(LDFLAGS)) -fsanitize=thread
+else ifeq ($(BUILD),fuzz)
+# For `make fuzz`: libFuzzer is clang's. The flags above judge gcc's warnings: -w.
+CC      := clang
+CFLAGS  := $(filter-out -fopenmp,$(CFLAGS)) -O1 -fno-omit-frame-pointer -fsanitize=fuzzer-no-link,address,undefined \
+           -fno-sanitize-recover=all -w
+LDFLAGS := -fsanitize=fuzzer,address,undefined
 else
-$(error BUILD=$(BUILD): expected release, debug, asan or tsan)
+$(error BUILD=$(BUILD): expected release, debug, asan, tsan or fuzz)
 endif
 
 ifeq ($(MPI),1)
@@ -54,6 +60,11 @@ endif
 
 ROOMS := core numerics attention model optim data dist checkpoint train
 SOURCES := $(filter-out train/main.c $(if $(filter 0,$(MPI)),dist/comm_mpi.c),$(foreach r,$(ROOMS),$(wildcard $(r)/*.c)))
+ifeq ($(BUILD),fuzz)
+# The readers of files, and what they call.
+SOURCES := $(wildcard core/status.c core/log.c core/file.c core/json.c data/shard*.c checkpoint/*.c train/config*.c \
+             attention/recipe.c model/model_config.c optim/schedule.c)
+endif
 KERNELS := $(if $(filter 1,$(CUDA)),$(foreach r,$(ROOMS),$(wildcard $(r)/*.cu)))
 OBJECTS := $(SOURCES:%.c=$(OUT)/%.o) $(KERNELS:%.cu=$(OUT)/%.cu.o)
 LIBRARY := $(OUT)/libgpt8b.a
@@ -61,6 +72,7 @@ TOOLS   := $(patsubst tools/%.c,%,$(wildcard tools/*.c))
 TESTS   := $(patsubst %.c,$(OUT)/%,$(wildcard tests/*/test_*.c))
 # Other files beside the tests of a room are linked into each test of that room: oracles, drivers.
 TEST_HELPERS = $(patsubst %.c,$(OUT)/%.o,$(filter-out $(wildcard $(1)/test_*.c),$(wildcard $(1)/*.c)))
+FUZZERS := $(patsubst %.c,$(OUT)/%,$(wildcard tests/fuzz/fuzz_*.c))
 BENCHES := $(patsubst %.c,$(OUT)/%,$(wildcard bench/*.c))
 PROGRAMS := $(addprefix $(OUT)/,$(if $(wildcard train/main.c),train_gpt8b) $(TOOLS))
 GENERATED_FROM := $(SOURCES) train/main.c $(wildcard tools/*.c tests/*/*.c bench/*.c)
@@ -98,6 +110,9 @@ $(BENCHES): $(OUT)/bench/%: $(OUT)/bench/%.o $(LIBRARY)
 $(TESTS): $(OUT)/%: $(OUT)/%.o $$(call TEST_HELPERS,$$(dir $$*)) $(LIBRARY)
 	$(Q)$(CC) $(LDFLAGS) $^ $(LDLIBS) -lcmocka -o $@
 
+$(FUZZERS): $(OUT)/%: $(OUT)/%.o $(OUT)/tests/fuzz/harness.o $(OUT)/tests/data/shard_files.o $(LIBRARY)
+	$(Q)$(CC) $(LDFLAGS) $^ $(LDLIBS) -o $@
+
 ##@ Use
 demo: deps ## install what is missing, build, train matched arms on real text, print the verdicts, write a report
 	$(MAKE) all
@@ -115,6 +130,12 @@ test/%: ## the tests of one room: make test/attention
 	BUILD_DIR=$(OUT) tools/run_tests.sh $(patsubst %.c,$(OUT)/%,$(wildcard tests/$*/test_*.c))
 
 test-binaries: $(TESTS)
+fuzzers: $(FUZZERS)
+
+SECONDS ?= 60
+fuzz: ## fuzz the readers of files, SECONDS=60 each, with sanitizers and a fixed seed; needs clang
+	$(Q)MAKE="$(MAKE)" tests/fuzz/fuzz.sh $(SECONDS)
+
 bench: $(BENCHES) ## build the benchmarks: build/<flavour>/bench/*
 
 tidy: ## includes point one way, files stay small, nothing forbidden
@@ -139,5 +160,5 @@ clean: ## remove build/ and the links in the root
 help: ## this text
 	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z_%\/.-]+:.*## / {printf "  %-24s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-.PHONY: all asan tsan demo test test-binaries bench tidy format format-check deps clean help
+.PHONY: all asan tsan demo test test-binaries fuzzers fuzz bench tidy format format-check deps clean help
 -include $(patsubst %.c,$(OUT)/%.d,$(GENERATED_FROM)) $(KERNELS:%.cu=$(OUT)/%.cu.d)
