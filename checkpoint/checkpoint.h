@@ -1,5 +1,6 @@
 /* checkpoint: save, load, list and rotate `step_XXXXXXXX/` directories (docs/file_formats.md). Knows named tensors and
- * two JSON texts; neither model, optimizer nor ranks: the caller hands it rank, size and a barrier.
+ * two JSON texts; neither model, optimizer nor ranks: the caller hands it rank, size and a
+ * way to agree.
  *
  * A directory is a Hugging Face model directory (config.json, model.safetensors, tokenizer.json) with train_state/
  * (optimizer tensors, state.json) and manifest.json, which holds sizes and an XXH3-128 per 64 MiB extent of every file.
@@ -14,8 +15,7 @@
 
 struct checkpoint_group {
     int rank, size;
-    enum status (*barrier)(void *context);
-    /* Waits for all ranks and tells each the worst status of any. */
+    /* Waits for all ranks and tells each the worst status of any; not called if size is 1. */
     enum status (*agree)(void *context, enum status mine, enum status *worst);
     void *context;
 };

@@ -68,11 +68,6 @@ static void tensor_list_close(struct tensor_list *list)
     free(list->names);
 }
 
-static enum status group_barrier(void *context)
-{
-    return comm_barrier(context);
-}
-
 static enum status group_agree(void *context, enum status mine, enum status *worst)
 {
     int64_t value = mine;
@@ -126,7 +121,6 @@ enum status snapshot_save(struct trainer *t, const char *out)
     status = list_tensors(&list, t);
     struct checkpoint_group group = {.rank = t->comm->rank,
                                      .size = t->comm->size,
-                                     .barrier = group_barrier,
                                      .agree = group_agree,
                                      .context = t->comm};
     struct checkpoint_content content = {.model = list.tensors,
