@@ -108,7 +108,7 @@ float anchor_of(const struct attention_recipe *recipe, float max)
     case ANCHOR_ZERO:
         return 0;
     case ANCHOR_SAMPLED:
-        return ceilf(max) + SAMPLED_M;
+        return ceilf(max) + SAMPLED_M - (recipe->mx_rule == MX_OCP ? 2.0f : 0.0f); /* OCP: exponents lie two lower */
     }
     return max;
 }
