@@ -119,10 +119,8 @@ enum status snapshot_save(struct trainer *t, const char *out)
     }
     TRY(ranks_agree(t->comm, status));
     status = list_tensors(&list, t);
-    struct checkpoint_group group = {.rank = t->comm->rank,
-                                     .size = t->comm->size,
-                                     .agree = group_agree,
-                                     .context = t->comm};
+    struct checkpoint_group group = {
+        .rank = t->comm->rank, .size = t->comm->size, .agree = group_agree, .context = t->comm};
     struct checkpoint_content content = {.model = list.tensors,
                                          .n_model = list.n_model,
                                          .state = list.tensors + list.n_model,
