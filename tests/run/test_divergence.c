@@ -6,12 +6,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-static enum status nothing(void *context)
-{
-    (void)context;
-    return OK;
-}
-
 static enum status alone(void *context, enum status mine, enum status *worst)
 {
     (void)context;
@@ -49,7 +43,7 @@ static void poison(const struct program *p, const char *from, const char *to, co
     char source[160], folder[160], path[256];
     struct safetensors model, state;
     struct checkpoint_content content = {0};
-    struct checkpoint_group group = {.rank = 0, .size = 1, .barrier = nothing, .agree = alone};
+    struct checkpoint_group group = {.rank = 0, .size = 1, .agree = alone};
     snprintf(source, sizeof source, "%s/%s", p->folder, from);
     snprintf(folder, sizeof folder, "%s/%s", p->folder, to);
     snprintf(path, sizeof path, "%s/model.safetensors", source);
