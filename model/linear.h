@@ -40,7 +40,8 @@ struct linear_fwd {
 };
 void linear_fwd_cpu(const struct linear_fwd *a);
 
-/* Random bits of dy's element e at the update: rng_bits of (seed, stream of (linear, use, sample), update, e). */
+/* Random bits of dy's element e: rng_bits(seed, s, update, e), where s is w[1] << 32 | w[0] of
+ * rng_words(seed, linear->stream + use, sample), use 0 for dx and 1 for dw. */
 struct linear_bwd {
     const struct linear *linear;
     int64_t rows;

@@ -111,24 +111,17 @@ void linear_round_tiles(const bf16 *x, int64_t rows, int64_t cols, bf16 *y)
     }
 }
 
-/* Random bits of n elements `step` apart, from `element` on. */
-static void random_bits(const struct linear_rounding *rounding, uint64_t element, uint64_t step, int n, uint32_t *bits)
+/* Random bits of n neighbours from `element` on: four of them share one Philox block. */
+static void random_bits(const struct linear_rounding *rounding, uint64_t element, int64_t n, uint32_t *bits)
 {
-    for (int i = 0; i < n; i++) {
-        bits[i] = rng_bits(rounding->seed, rounding->stream, rounding->update, element + (uint64_t)i * step);
-    }
-}
-
-/* One block in place; its first element has number `element`, the others follow `step` apart. */
-static void round_block(float *x, int n, int64_t stride, float g, const struct linear_rounding *rounding,
-                        uint64_t element, uint64_t step)
-{
-    if (rounding->stochastic) {
-        uint32_t bits[LINEAR_BLOCK];
-        random_bits(rounding, element, step, n, bits);
-        nvfp4_round_sr(x, n, stride, g, bits, x);
-    } else {
-        nvfp4_round(x, n, stride, g, NVFP4_AMAX, x);
+    ASSERT(element + (uint64_t)n <= RNG_ELEMENTS_MAX);
+    struct rng_words words = {{0}};
+    for (int64_t i = 0; i < n; i++) {
+        uint64_t at = element + (uint64_t)i;
+        if (i == 0 || at % 4 == 0) {
+            words = rng_words(rounding->seed, rounding->stream, (uint64_t)rounding->update << 32 | at / 4);
+        }
+        bits[i] = words.w[at % 4];
     }
 }
 
@@ -143,10 +136,19 @@ void linear_round_rows(const bf16 *x, int64_t rows, int64_t cols, const struct l
     for (int64_t r = 0; r < rows; r++) {
         for (int64_t c = 0; c < cols; c += COLUMNS) {
             float piece[COLUMNS];
+            uint32_t bits[COLUMNS];
             int64_t n = least(cols - c, COLUMNS), at = r * cols + c;
             bf16_to_float_array(x + at, piece, n);
+            if (rounding->stochastic) {
+                random_bits(rounding, (uint64_t)at, n, bits);
+            }
             for (int64_t k = 0; k < n; k += LINEAR_BLOCK) {
-                round_block(piece + k, (int)least(n - k, LINEAR_BLOCK), 1, g, rounding, (uint64_t)(at + k), 1);
+                int count = (int)least(n - k, LINEAR_BLOCK);
+                if (rounding->stochastic) {
+                    nvfp4_round_sr(piece + k, count, 1, g, bits + k, piece + k);
+                } else {
+                    nvfp4_round(piece + k, count, 1, g, NVFP4_AMAX, piece + k);
+                }
             }
             bf16_from_float_array(piece, y + at, n);
         }
@@ -164,6 +166,32 @@ static void transform(const bf16 *x, int64_t rows, int64_t cols, float *transfor
     }
 }
 
+/* Blocks of n tokens by up to COLUMNS columns, in place; element: the number of the first. The blocks are gathered, for
+ * a column's elements lie `stride` apart. */
+static void round_columns(float *x, int n, int64_t cols, int64_t stride, float g,
+                          const struct linear_rounding *rounding, uint64_t element)
+{
+    uint32_t bits[LINEAR_BLOCK][COLUMNS], block_bits[LINEAR_BLOCK];
+    for (int r = 0; rounding->stochastic && r < n; r++) {
+        random_bits(rounding, element + (uint64_t)(r * stride), cols, bits[r]);
+    }
+    for (int64_t c = 0; c < cols; c++) {
+        float block[LINEAR_BLOCK];
+        for (int r = 0; r < n; r++) {
+            block[r] = x[r * stride + c];
+            block_bits[r] = rounding->stochastic ? bits[r][c] : 0;
+        }
+        if (rounding->stochastic) {
+            nvfp4_round_sr(block, n, 1, g, block_bits, block);
+        } else {
+            nvfp4_round(block, n, 1, g, NVFP4_AMAX, block);
+        }
+        for (int r = 0; r < n; r++) {
+            x[r * stride + c] = block[r];
+        }
+    }
+}
+
 void linear_round_hadamard(const bf16 *x, int64_t rows, int64_t cols, const struct linear_rounding *rounding,
                            float *transformed, bf16 *y)
 {
@@ -177,8 +205,8 @@ void linear_round_hadamard(const bf16 *x, int64_t rows, int64_t cols, const stru
     for (int64_t r = 0; r < rows; r += LINEAR_BLOCK) {
         int n = (int)least(rows - r, LINEAR_BLOCK);
         float *group = transformed + r * cols;
-        for (int64_t c = 0; c < cols; c++) {
-            round_block(group + c, n, cols, g, rounding, (uint64_t)(r * cols + c), (uint64_t)cols);
+        for (int64_t c = 0; c < cols; c += COLUMNS) {
+            round_columns(group + c, n, least(cols - c, COLUMNS), cols, g, rounding, (uint64_t)(r * cols + c));
         }
         bf16_from_float_array(group, y + r * cols, n * cols);
     }
