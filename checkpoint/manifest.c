@@ -96,12 +96,16 @@ static enum status open_file(const char *path, int *fd, uint64_t *bytes)
     struct stat info;
     int opened = open(path, O_RDONLY | O_CLOEXEC);
     if (opened < 0) {
-        return errno == ENOENT ? status_fail(ERR_DATA, "%s: missing", path)
-                               : status_fail_errno(ERR_IO, path, "cannot open");
+        return errno == ENOENT || errno == ENOTDIR ? status_fail(ERR_DATA, "%s: missing", path)
+                                                   : status_fail_errno(ERR_IO, path, "cannot open");
     }
     if (fstat(opened, &info) != 0) {
         close(opened);
         return status_fail_errno(ERR_IO, path, "cannot stat");
+    }
+    if (!S_ISREG(info.st_mode)) {
+        close(opened);
+        return status_fail(ERR_DATA, "%s: expected a file, found a folder or device", path);
     }
     *fd = opened;
     *bytes = (uint64_t)info.st_size;

@@ -343,6 +343,27 @@ static void test_a_directory_without_the_right_manifest_is_skipped(void **state)
     }
 }
 
+static void test_a_manifest_that_lists_no_file_is_refused(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *name, *message;
+    } listed[] = {{"train_state", "expected a file, found a folder"}, {"config.json/x", "missing"}};
+    struct stat info;
+    save(20, "healthy");
+    assert_int_equal(stat(step_file(20, "train_state"), &info), 0);
+    for (int i = 0; i < 2; i++) {
+        char text[512];
+        int n = snprintf(text, sizeof text,
+                         "{\"version\": 1, \"extent_bytes\": 67108864, \"files\": [{\"path\": \"%s\", \"bytes\": %lld, "
+                         "\"xxh3_128\": [\"0123456789abcdef0123456789abcdef\"]}]}",
+                         listed[i].name, (long long)info.st_size);
+        scratch_write(step_file(20, "manifest.json"), text, (size_t)n);
+        assert_int_equal(checkpoint_verify(scratch_path(folder, "step_00000020")), ERR_DATA);
+        assert_non_null(strstr(status_last_message(), listed[i].message));
+    }
+}
+
 static void test_other_names_are_no_checkpoints(void **state)
 {
     (void)state;
@@ -550,6 +571,7 @@ int main(void)
         TEST(test_damage_is_found_named_and_skipped),
         TEST(test_damage_in_a_later_extent_is_placed),
         TEST(test_a_directory_without_the_right_manifest_is_skipped),
+        TEST(test_a_manifest_that_lists_no_file_is_refused),
         TEST(test_other_names_are_no_checkpoints),
         TEST(test_a_killed_save_is_ignored_and_cleaned_by_the_next),
         TEST(test_a_full_disk_leaves_the_old_ones),
