@@ -45,8 +45,8 @@ static enum status read_all(const char *path, struct fuzz_bytes places, const in
         ASSERT(shard_read(shard, 0, tokens, all) == status);
         for (uint64_t i = 0; status == OK && i < tokens; i++) {
             ASSERT(all[i] >= 0 && (uint32_t)all[i] < shard_vocab(shard));
-            ASSERT(expected == NULL || all[i] == expected[i]);
         }
+        ASSERT(status != OK || expected == NULL || memcmp(all, expected, tokens * sizeof *all) == 0);
         if (status == OK) {
             check_windows(shard, all, places);
         }
@@ -75,7 +75,8 @@ static struct recipe recipe_take(struct fuzz_bytes *bytes)
     r.vocab = (uint32_t)fuzz_take(bytes, flags & 8 ? 4 : 2);
     r.vocab = r.vocab == 0 || r.vocab > INT32_MAX ? 320 : r.vocab;
     r.width = r.vocab <= 65536 ? 2 : 4;
-    r.tokens = 1 + (uint32_t)fuzz_take(bytes, 1) + (flags & 16 ? FRAME - 128 : 0); /* one frame or two */
+    r.tokens =
+        1 + (uint32_t)fuzz_take(bytes, 1) + ((flags & 0x90) == 0x90 ? FRAME - 128 : 0); /* rarely two frames: slow */
     if (flags & 32) {
         r.damage_at = (uint32_t)fuzz_take(bytes, 2);
         r.damage = (uint32_t)fuzz_take(bytes, 1);
@@ -194,8 +195,8 @@ void fuzz_seeds(const char *folder)
         unsigned char bytes[16];
     } recipes[] = {
         {"small", {2, 0, 0x40, 1, 5, 7, 0, 9, 0}},
-        {"two_frames", {2, 16, 0x40, 1, 200, 7, 0, 9, 0}},
-        {"wide", {2, 8 + 16, 0, 0, 2, 0, 200, 7, 0, 1, 0}},
+        {"two_frames", {2, 0x90, 0x40, 1, 200, 7, 0, 9, 0}},
+        {"wide", {2, 0x98, 0, 0, 2, 0, 200, 7, 0, 1, 0}},
         {"long_last", {2, 4, 10, 0x40, 1, 5, 7, 0}},
         {"no_content_size", {2, 1, 0x40, 1, 5, 7, 0}},
         {"damaged_block", {2, 32, 0x40, 1, 200, 9, 0, 255, 7, 0, 5, 0, 3}},
