@@ -15,9 +15,8 @@ static enum status eval_samples(struct trainer *t, struct model *model, int64_t 
     int64_t T = t->config->data.seq_len;
     loader_seek(t->val, (uint64_t)t->comm->rank, (uint64_t)t->comm->size, 1);
     for (int64_t g = t->comm->rank; g < samples; g += t->comm->size) {
-        uint64_t digest;
         struct model_loss loss;
-        TRY(loader_next(t->val, t->tokens, t->targets, &digest));
+        TRY(loader_next(t->val, t->tokens, t->targets, NULL));
         struct model_batch batch = {.tokens = t->tokens,
                                     .targets = t->targets,
                                     .batch = 1,

@@ -23,24 +23,25 @@ static double lap_ms(double *since)
 }
 
 /* Reads this rank's samples. The number of valid targets of the whole update is known before the first forward: it is
- * the one divisor of every gradient. The hash adds up over samples, so that it does not depend on ranks. */
+ * the one divisor of every gradient. The batch's hash is the sum of its samples' hashes modulo 2^64, so that it does
+ * not depend on ranks; it travels as two halves, whose sums stay in range. */
 static enum status next_batch(struct trainer *t, struct step_result *r)
 {
     int64_t local = t->tree.leaves, T = t->config->data.seq_len;
-    uint64_t digest, first = (uint64_t)(t->comm->rank * local);
-    TRY(loader_next(t->train, t->tokens, t->targets, &digest));
-    int64_t sums[2] = {0, 0};
+    uint64_t first = (uint64_t)(t->comm->rank * local), hash = 0;
+    TRY(loader_next(t->train, t->tokens, t->targets, NULL));
+    int64_t valid = 0;
     for (int64_t i = 0; i < local * T; i++) {
-        sums[0] += t->targets[i] >= 0;
+        valid += t->targets[i] >= 0;
     }
     for (int64_t k = 0; k < local; k++) {
         const int32_t *sample = t->tokens + k * T;
-        sums[1] = (int64_t)((uint64_t)sums[1] +
-                            XXH3_64bits_withSeed(sample, (size_t)T * sizeof *sample, first + (uint64_t)k));
+        hash += XXH3_64bits_withSeed(sample, (size_t)T * sizeof *sample, first + (uint64_t)k);
     }
-    TRY(comm_sum_i64(t->comm, sums, 2));
+    int64_t sums[3] = {valid, (int64_t)(hash >> 32), (int64_t)(hash & 0xffffffff)};
+    TRY(comm_sum_i64(t->comm, sums, 3));
     r->valid = sums[0];
-    r->batch_hash = (uint64_t)sums[1];
+    r->batch_hash = ((uint64_t)sums[1] << 32) + (uint64_t)sums[2];
     if (r->valid == 0) {
         return status_fail(ERR_DATA, "update %lld: no target of its %lld sequences counts: check data.train",
                            (long long)r->update, (long long)t->config->data.batch);

@@ -125,11 +125,14 @@ int program_call(struct program *p, const char *format, ...)
     return run_shell(p, command);
 }
 
+/* Open MPI leaks by itself, which sanitizer builds would count against us. */
 static void launcher(int ranks, char *text, size_t bytes)
 {
     text[0] = '\0';
     if (ranks > 1) {
-        snprintf(text, bytes, "mpirun -n %d --allow-run-as-root --oversubscribe --bind-to none", ranks);
+        snprintf(text, bytes,
+                 "env ASAN_OPTIONS=detect_leaks=0 mpirun -n %d --allow-run-as-root --oversubscribe --bind-to none",
+                 ranks);
     }
 }
 
@@ -143,6 +146,14 @@ int program_train(struct program *p, int ranks, const char *format, ...)
     launcher(ranks, mpirun, sizeof mpirun);
     snprintf(command, sizeof command, "OMP_NUM_THREADS=1 %s %s {}/base.toml %s", mpirun, trainer(), arguments);
     return run_shell(p, command);
+}
+
+void program_exits(const struct program *p, int found, int expected, const char *file, int line)
+{
+    if (found != expected) {
+        print_error("exit status %d, expected %d; output:\n%s\n", found, expected, p->output);
+        _assert_int_equal((LargestIntegralType)found, (LargestIntegralType)expected, file, line);
+    }
 }
 
 void program_expect(const struct program *p, const char *words)

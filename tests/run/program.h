@@ -27,6 +27,10 @@ int program_call(struct program *p, const char *format, ...) __attribute__((form
 /* A shell command, {} replaced by the folder; returns its exit status. */
 int program_shell(struct program *p, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
+/* A call and the exit status that it must have; the output is shown if it has another. */
+#define EXITS(code, p, call) program_exits(p, call, code, __FILE__, __LINE__)
+void program_exits(const struct program *p, int found, int expected, const char *file, int line);
+
 /* Fails the test unless the last output holds `words`. */
 void program_expect(const struct program *p, const char *words);
 

@@ -23,8 +23,8 @@ static void assert_same_run(const struct program *p, const char *a, const char *
 static void test_two_runs_are_equal_and_learn(void **state)
 {
     struct program *p = *state;
-    assert_int_equal(program_train(p, 1, "--run.out={}/a"), 0);
-    assert_int_equal(program_train(p, 1, "--run.out={}/b"), 0);
+    EXITS(0, p, program_train(p, 1, "--run.out={}/a"));
+    EXITS(0, p, program_train(p, 1, "--run.out={}/b"));
     assert_same_run(p, "a", "b");
     assert_int_equal(metrics_rows(p, "a"), 10);
     assert_verdict(p, "a", "healthy", true);
@@ -32,7 +32,7 @@ static void test_two_runs_are_equal_and_learn(void **state)
     assert_true(first > 5.5 && first < 6.0); /* ln 320 = 5.77 */
     assert_true(last < first - 0.5);
     /* Another seed is another run. */
-    assert_int_equal(program_train(p, 1, "--run.out={}/c --run.seed=2 --run.steps=1"), 0);
+    EXITS(0, p, program_train(p, 1, "--run.out={}/c --run.seed=2 --run.steps=1"));
     assert_true(metrics_value(p, "c", 1, "loss") != first);
 }
 
@@ -49,18 +49,17 @@ static void test_schedule_is_wired(void **state)
 static void test_recomputation_changes_no_bit(void **state)
 {
     struct program *p = *state;
-    assert_int_equal(program_train(p, 1, "configs/arms/nvfp4_mxfp4.toml --run.out={}/keep"), 0);
-    assert_int_equal(program_train(p, 1, "configs/arms/nvfp4_mxfp4.toml --run.out={}/again --device.recompute=block"),
-                     0);
+    EXITS(0, p, program_train(p, 1, "configs/arms/nvfp4_mxfp4.toml --run.out={}/keep"));
+    EXITS(0, p, program_train(p, 1, "configs/arms/nvfp4_mxfp4.toml --run.out={}/again --device.recompute=block"));
     assert_same_run(p, "keep", "again");
 }
 
 static void test_threads_change_no_bit(void **state)
 {
     struct program *p = *state;
-    assert_int_equal(program_shell(p, "OMP_NUM_THREADS=3 ${BUILD_DIR:-build/release}/train_gpt8b {}/base.toml "
-                                      "configs/arms/nvfp4_mxfp4.toml --run.out={}/threads"),
-                     0);
+    EXITS(0, p,
+          program_shell(p, "OMP_NUM_THREADS=3 ${BUILD_DIR:-build/release}/train_gpt8b {}/base.toml "
+                           "configs/arms/nvfp4_mxfp4.toml --run.out={}/threads"));
     assert_same_run(p, "keep", "threads");
 }
 
@@ -75,10 +74,10 @@ static void test_two_ranks_equal_one(void **state)
     if (!comm_has_mpi()) {
         skip();
     }
-    assert_int_equal(program_train(p, 1, "--run.out={}/one %s", options), 0);
-    assert_int_equal(program_train(p, 2, "--run.out={}/two %s", options), 0);
+    EXITS(0, p, program_train(p, 1, "--run.out={}/one %s", options));
+    EXITS(0, p, program_train(p, 2, "--run.out={}/two %s", options));
     assert_same_run(p, "one", "two");
-    assert_int_equal(program_train(p, 2, "--run.out={}/plain"), 0);
+    EXITS(0, p, program_train(p, 2, "--run.out={}/plain"));
     assert_same_run(p, "a", "plain");
 }
 
@@ -88,9 +87,9 @@ static void test_ranks_that_do_not_fit(void **state)
     if (!comm_has_mpi()) {
         skip();
     }
-    assert_int_equal(program_train(p, 3, "--run.out={}/three"), 1);
+    EXITS(1, p, program_train(p, 3, "--run.out={}/three"));
     program_expect(p, "start 2 or 4");
-    assert_int_equal(program_train(p, 2, "--run.out={}/odd --data.batch=5"), 1);
+    EXITS(1, p, program_train(p, 2, "--run.out={}/odd --data.batch=5"));
     program_expect(p, "nearest valid values are 4 and 6");
     /* The cause is said once. */
     char *first = strstr(p->output, "nearest valid values");

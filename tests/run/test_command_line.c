@@ -6,31 +6,31 @@
 static void test_options_that_only_print(void **state)
 {
     struct program *p = *state;
-    assert_int_equal(program_call(p, "--help"), 0);
+    EXITS(0, p, program_call(p, "--help"));
     program_expect(p, "Exit status: 0 done; 1 wrong use");
-    assert_int_equal(program_call(p, "--version"), 0);
+    EXITS(0, p, program_call(p, "--version"));
     program_expect(p, "train_gpt8b ");
-    assert_int_equal(program_call(p, "--keys"), 0);
+    EXITS(0, p, program_call(p, "--keys"));
     program_expect(p, "attention.pv  (bf16 | fp8 | mxfp4 | nvfp4 | fp4_ue5m3; bf16)");
     program_expect(p, "study.arms");
-    assert_int_equal(program_call(p, "--keys=markdown"), 0);
+    EXITS(0, p, program_call(p, "--keys=markdown"));
     program_expect(p, "## [attention]");
 }
 
 static void test_wrong_use(void **state)
 {
     struct program *p = *state;
-    assert_int_equal(program_call(p, "%s", ""), 1);
+    EXITS(1, p, program_call(p, "%s", ""));
     program_expect(p, "no configuration file");
-    assert_int_equal(program_call(p, "--frobnicate"), 1);
+    EXITS(1, p, program_call(p, "--frobnicate"));
     program_expect(p, "--frobnicate: no such option");
-    assert_int_equal(program_call(p, "{}/missing.toml"), 1);
+    EXITS(1, p, program_call(p, "{}/missing.toml"));
     program_expect(p, "missing.toml");
-    assert_int_equal(program_call(p, "{}"), 1);
+    EXITS(1, p, program_call(p, "{}"));
     program_expect(p, "is it a folder?");
-    assert_int_equal(program_train(p, 1, "--optim.rl=1"), 1);
+    EXITS(1, p, program_train(p, 1, "--optim.rl=1"));
     program_expect(p, "unknown key optim.rl; the nearest is optim.lr");
-    assert_int_equal(program_train(p, 1, "--dry-run --optim.lr"), 1);
+    EXITS(1, p, program_train(p, 1, "--dry-run --optim.lr"));
     program_expect(p, "expected --section.key=value");
 }
 
@@ -53,7 +53,7 @@ static void test_illegal_combinations(void **state)
     };
     struct program *p = *state;
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-        assert_int_equal(program_train(p, 1, "--dry-run %s", cases[i][0]), 1);
+        EXITS(1, p, program_train(p, 1, "--dry-run %s", cases[i][0]));
         program_expect(p, cases[i][1]);
     }
 }
@@ -61,21 +61,21 @@ static void test_illegal_combinations(void **state)
 static void test_bad_data(void **state)
 {
     struct program *p = *state;
-    assert_int_equal(program_train(p, 1, "--run.out={}/bad --data.train={}/none.tok.zst"), 1);
+    EXITS(1, p, program_train(p, 1, "--run.out={}/bad --data.train={}/none.tok.zst"));
     program_expect(p, "none.tok.zst");
     program_shell(p, "head -c 2000 {}/train.tok.zst > {}/cut.tok.zst");
-    assert_int_equal(program_train(p, 1, "--run.out={}/bad --data.train={}/cut.tok.zst"), 1);
+    EXITS(1, p, program_train(p, 1, "--run.out={}/bad --data.train={}/cut.tok.zst"));
     program_expect(p, "cut.tok.zst");
     /* The shards declare more tokens than the model has. */
-    assert_int_equal(program_train(p, 1, "--run.out={}/bad --model.vocab=256"), 1);
+    EXITS(1, p, program_train(p, 1, "--run.out={}/bad --model.vocab=256"));
     program_expect(p, "train.tok.zst");
-    assert_int_equal(program_train(p, 1, "--run.out={}/bad --data.seq_len=2000000 --device.recompute=block"), 1);
+    EXITS(1, p, program_train(p, 1, "--run.out={}/bad --data.seq_len=2000000 --device.recompute=block"));
 }
 
 static void test_dry_run_tells_the_plan_and_writes_nothing(void **state)
 {
     struct program *p = *state;
-    assert_int_equal(program_train(p, 1, "--dry-run --run.out={}/dry --schedule.warmup=50"), 0);
+    EXITS(0, p, program_train(p, 1, "--dry-run --run.out={}/dry --schedule.warmup=50"));
     program_expect(p, "schedule.warmup = 50 does not fit into 10 updates: cut to 9");
     program_expect(p, "parameters");
     program_expect(p, "gradient tree");
@@ -87,19 +87,19 @@ static void test_dry_run_tells_the_plan_and_writes_nothing(void **state)
 static void test_shipped_configurations(void **state)
 {
     struct program *p = *state;
-    assert_int_equal(program_call(p, "configs/gpt8b.toml --dry-run"), 0);
+    EXITS(0, p, program_call(p, "configs/gpt8b.toml --dry-run"));
     program_expect(p, "8030261248");
     program_expect(p, "51.47 GFLOP");
     program_expect(p, "23842 of 1024 sequences x 4096 tokens");
     program_expect(p, "DOES NOT FIT");
-    assert_int_equal(program_call(p, "configs/demo.toml --dry-run"), 0);
-    assert_int_equal(program_call(p, "configs/tiny_cpu.toml --dry-run"), 0);
+    EXITS(0, p, program_call(p, "configs/demo.toml --dry-run"));
+    EXITS(0, p, program_call(p, "configs/tiny_cpu.toml --dry-run"));
     program_expect(p, "data.train   1 shards");
     static const char *const arms[] = {"bf16", "nvfp4_fp8", "nvfp4_fp8_saved", "nvfp4_mxfp4", "nvfp4_mxfp4_saved"};
     for (size_t i = 0; i < sizeof arms / sizeof arms[0]; i++) {
-        assert_int_equal(program_call(p, "configs/tiny_cpu.toml configs/arms/%s.toml --dry-run", arms[i]), 0);
+        EXITS(0, p, program_call(p, "configs/tiny_cpu.toml configs/arms/%s.toml --dry-run", arms[i]));
     }
-    assert_int_equal(program_call(p, "configs/tiny_cpu.toml --run.steps=3 --run.out={}/tiny"), 0);
+    EXITS(0, p, program_call(p, "configs/tiny_cpu.toml --run.steps=3 --run.out={}/tiny"));
     assert_verdict(p, "tiny", "healthy", true);
 }
 

@@ -75,8 +75,8 @@ static void poison(const struct program *p, const char *from, const char *to, co
 
 static void check_nan_stop(struct program *p, int ranks, const char *out, const char *options)
 {
-    assert_int_equal(
-        program_train(p, ranks, "--run.out={}/%s --checkpoint.resume={}/poisoned/step_00000005 %s", out, options), 3);
+    EXITS(3, p,
+          program_train(p, ranks, "--run.out={}/%s --checkpoint.resume={}/poisoned/step_00000005 %s", out, options));
     program_expect(p, "update 6 stopped before it was applied");
     program_expect(p, "weight model.layers.1.mlp.down_proj.weight is not finite");
     assert_verdict(p, out, "diverged", true);
@@ -87,7 +87,7 @@ static void check_nan_stop(struct program *p, int ranks, const char *out, const 
 static void test_nan_weight_stops_before_the_update(void **state)
 {
     struct program *p = *state;
-    assert_int_equal(program_train(p, 1, "--run.out={}/good --checkpoint.every=5"), 0);
+    EXITS(0, p, program_train(p, 1, "--run.out={}/good --checkpoint.every=5"));
     poison(p, "good/checkpoints/step_00000005", "poisoned", "model.layers.1.mlp.down_proj.weight");
     check_nan_stop(p, 1, "nan_1", "");
     check_nan_stop(p, 1, "nan_fp4",
@@ -102,22 +102,22 @@ static void test_nan_weight_stops_before_the_update(void **state)
 static void test_divergence_stops_and_keeps_what_was_healthy(void **state)
 {
     struct program *p = *state;
-    assert_int_equal(program_train(p, 1, "--run.out={}/wild --optim.lr=1e-3 --run.steps=40 --checkpoint.every=10"), 0);
-    assert_int_equal(program_train(p, 1,
-                                   "--run.out={}/wild --optim.lr=100 --run.steps=400 --checkpoint.every=10 "
-                                   "--schedule.kind=constant"),
-                     3);
+    EXITS(0, p, program_train(p, 1, "--run.out={}/wild --optim.lr=1e-3 --run.steps=40 --checkpoint.every=10"));
+    EXITS(3, p,
+          program_train(p, 1,
+                        "--run.out={}/wild --optim.lr=100 --run.steps=400 --checkpoint.every=10 "
+                        "--schedule.kind=constant"));
     program_expect(p, "verdict of run: diverged");
     assert_verdict(p, "wild", "diverged", true);
     assert_true(file_exists(p, "wild/checkpoints/step_00000040"));
-    assert_int_equal(program_shell(p, "grep last_healthy_checkpoint {}/wild/verdict.json"), 0);
+    EXITS(0, p, program_shell(p, "grep last_healthy_checkpoint {}/wild/verdict.json"));
     program_expect(p, "step_00000040");
     /* With divergence.stop = false it goes on, as long as numbers are finite, and stays diverged. */
-    assert_int_equal(program_train(p, 1,
-                                   "--run.out={}/on --optim.lr=0.3 --run.steps=120 --schedule.kind=constant "
-                                   "--divergence.stop=false --divergence.loss_rise_suspect=0.01 "
-                                   "--divergence.loss_rise_diverged=0.02 --divergence.confirm=1 --divergence.window=5"),
-                     0);
+    EXITS(0, p,
+          program_train(p, 1,
+                        "--run.out={}/on --optim.lr=0.3 --run.steps=120 --schedule.kind=constant "
+                        "--divergence.stop=false --divergence.loss_rise_suspect=0.01 "
+                        "--divergence.loss_rise_diverged=0.02 --divergence.confirm=1 --divergence.window=5"));
     assert_verdict(p, "on", "diverged", true);
     assert_int_equal(metrics_rows(p, "on"), 120);
 }

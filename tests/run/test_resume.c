@@ -13,14 +13,13 @@ static const char state_file[] = "checkpoints/step_00000010/train_state/optimize
 /* Gives run `b` the checkpoint that run `a` made at update 5, as if it had been cut there; its metrics go on to 7. */
 static void cut_at_5(struct program *p, const char *a, const char *b)
 {
-    assert_int_equal(
-        program_shell(p,
-                      "mkdir -p {}/%s/checkpoints && cp -r {}/%s/checkpoints/step_00000005 "
-                      "{}/%s/checkpoints/ && head -n 7 {}/%s/metrics.jsonl > {}/%s/metrics.jsonl && head -n "
-                      "15 {}/%s/layers.jsonl > {}/%s/layers.jsonl && printf '{\"step\": 8, \"lo' >> "
-                      "{}/%s/metrics.jsonl",
-                      b, a, b, a, b, a, b, b),
-        0);
+    EXITS(0, p,
+          program_shell(p,
+                        "mkdir -p {}/%s/checkpoints && cp -r {}/%s/checkpoints/step_00000005 "
+                        "{}/%s/checkpoints/ && head -n 7 {}/%s/metrics.jsonl > {}/%s/metrics.jsonl && head -n "
+                        "15 {}/%s/layers.jsonl > {}/%s/layers.jsonl && printf '{\"step\": 8, \"lo' >> "
+                        "{}/%s/metrics.jsonl",
+                        b, a, b, a, b, a, b, b));
 }
 
 static void check_resume(struct program *p, const char *name, int ranks, const char *options)
@@ -28,9 +27,9 @@ static void check_resume(struct program *p, const char *name, int ranks, const c
     char straight[64], resumed[64], left[160], right[160];
     snprintf(straight, sizeof straight, "%s_straight", name);
     snprintf(resumed, sizeof resumed, "%s_resumed", name);
-    assert_int_equal(program_train(p, 1, "--run.out={}/%s --checkpoint.every=5 %s", straight, options), 0);
+    EXITS(0, p, program_train(p, 1, "--run.out={}/%s --checkpoint.every=5 %s", straight, options));
     cut_at_5(p, straight, resumed);
-    assert_int_equal(program_train(p, ranks, "--run.out={}/%s --checkpoint.every=5 %s", resumed, options), 0);
+    EXITS(0, p, program_train(p, ranks, "--run.out={}/%s --checkpoint.every=5 %s", resumed, options));
     program_expect(p, "update 6 of 10 is next");
     assert_same_metrics(p, straight, resumed, "metrics.jsonl", 1);
     assert_same_metrics(p, straight, resumed, "layers.jsonl", 1);
@@ -41,11 +40,11 @@ static void check_resume(struct program *p, const char *name, int ranks, const c
     snprintf(right, sizeof right, "%s/%s", resumed, state_file);
     assert_same_file(p, left, right);
     /* The rest of the state, the path of the run aside. */
-    assert_int_equal(program_shell(p,
-                                   "for r in %s %s; do grep -v run.out {}/$r/checkpoints/step_00000010/train_state/"
-                                   "state.json > {}/$r/state; done; cmp {}/%s/state {}/%s/state",
-                                   straight, resumed, straight, resumed),
-                     0);
+    EXITS(0, p,
+          program_shell(p,
+                        "for r in %s %s; do grep -v run.out {}/$r/checkpoints/step_00000010/train_state/"
+                        "state.json > {}/$r/state; done; cmp {}/%s/state {}/%s/state",
+                        straight, resumed, straight, resumed));
 }
 
 static void test_resumed_run_is_the_straight_run(void **state)
@@ -68,7 +67,7 @@ static void test_resume_on_another_number_of_ranks(void **state)
 static void test_a_finished_run_stays_finished(void **state)
 {
     struct program *p = *state;
-    assert_int_equal(program_train(p, 1, "--run.out={}/bf16_straight --checkpoint.every=5"), 0);
+    EXITS(0, p, program_train(p, 1, "--run.out={}/bf16_straight --checkpoint.every=5"));
     program_expect(p, "all 10 updates are made");
     assert_int_equal(metrics_rows(p, "bf16_straight"), 10);
 }
@@ -76,22 +75,21 @@ static void test_a_finished_run_stays_finished(void **state)
 static void test_what_does_not_fit_is_refused(void **state)
 {
     struct program *p = *state;
-    assert_int_equal(program_train(p, 1, "--run.out={}/bf16_straight --attention.qk=nvfp4 --attention.pv=fp8"), 1);
+    EXITS(1, p, program_train(p, 1, "--run.out={}/bf16_straight --attention.qk=nvfp4 --attention.pv=fp8"));
     program_expect(p, "attention.qk: checkpoint has \"bf16\", config has \"nvfp4\"");
-    assert_int_equal(program_train(p, 1, "--run.out={}/bf16_straight --model.layers=3"), 1);
+    EXITS(1, p, program_train(p, 1, "--run.out={}/bf16_straight --model.layers=3"));
     program_expect(p, "model.layers: checkpoint has 2, config has 3");
-    assert_int_equal(program_train(p, 1, "--run.out={}/bf16_straight --data.train={}/val.tok.zst"), 1);
+    EXITS(1, p, program_train(p, 1, "--run.out={}/bf16_straight --data.train={}/val.tok.zst"));
     program_expect(p, "checkpoint has training data");
-    assert_int_equal(program_train(p, 1, "--run.out={}/bf16_straight --checkpoint.resume=never"), 1);
+    EXITS(1, p, program_train(p, 1, "--run.out={}/bf16_straight --checkpoint.resume=never"));
     program_expect(p, "checkpoint.resume = never");
-    assert_int_equal(program_train(p, 1, "--run.out={}/bf16_straight --checkpoint.resume={}/nowhere"), 1);
+    EXITS(1, p, program_train(p, 1, "--run.out={}/bf16_straight --checkpoint.resume={}/nowhere"));
     /* A notice, not silence; and an explicit wish. */
-    assert_int_equal(
-        program_train(p, 1,
-                      "--run.out={}/changed --checkpoint.resume={}/bf16_straight/checkpoints/step_00000005 "
-                      "--optim.lr=1e-3 --attention.qk=nvfp4 --attention.pv=fp8 "
-                      "'--checkpoint.may_change=attention.*'"),
-        0);
+    EXITS(0, p,
+          program_train(p, 1,
+                        "--run.out={}/changed --checkpoint.resume={}/bf16_straight/checkpoints/step_00000005 "
+                        "--optim.lr=1e-3 --attention.qk=nvfp4 --attention.pv=fp8 "
+                        "'--checkpoint.may_change=attention.*'"));
     program_expect(p, "optim.lr: checkpoint has 0.005, config has 0.001: applied");
     program_expect(p, "attention.qk: checkpoint has \"bf16\", config has \"nvfp4\": applied");
 }
@@ -99,10 +97,10 @@ static void test_what_does_not_fit_is_refused(void **state)
 static void test_a_damaged_checkpoint_is_passed_over(void **state)
 {
     struct program *p = *state;
-    assert_int_equal(program_shell(p, "cp -r {}/bf16_straight {}/damaged && printf X | dd conv=notrunc bs=1 seek=4000 "
-                                      "of={}/damaged/checkpoints/step_00000010/model.safetensors"),
-                     0);
-    assert_int_equal(program_train(p, 1, "--run.out={}/damaged --checkpoint.every=5"), 0);
+    EXITS(0, p,
+          program_shell(p, "cp -r {}/bf16_straight {}/damaged && printf X | dd conv=notrunc bs=1 seek=4000 "
+                           "of={}/damaged/checkpoints/step_00000010/model.safetensors"));
+    EXITS(0, p, program_train(p, 1, "--run.out={}/damaged --checkpoint.every=5"));
     program_expect(p, "step_00000010");
     program_expect(p, "update 6 of 10 is next");
 }
@@ -110,10 +108,9 @@ static void test_a_damaged_checkpoint_is_passed_over(void **state)
 static void test_a_locked_folder_is_refused(void **state)
 {
     struct program *p = *state;
-    assert_int_equal(program_shell(p,
-                                   "flock {}/bf16_straight/lock ${BUILD_DIR:-build/release}/train_gpt8b {}/base.toml "
-                                   "--run.out={}/bf16_straight"),
-                     1);
+    EXITS(1, p,
+          program_shell(p, "flock {}/bf16_straight/lock ${BUILD_DIR:-build/release}/train_gpt8b {}/base.toml "
+                           "--run.out={}/bf16_straight"));
     program_expect(p, "in use by another run");
 }
 
@@ -147,7 +144,7 @@ static void stop_by(struct program *p, int ranks, int number, const char *name)
     /* The checkpoint is of the last update made: the same command goes on after it. */
     int rows = metrics_rows(p, name);
     char words[64];
-    assert_int_equal(program_train(p, 1, "%s --run.max_minutes=0.00001", arguments), 4);
+    EXITS(4, p, program_train(p, 1, "%s --run.max_minutes=0.00001", arguments));
     snprintf(words, sizeof words, "update %d of 100000 is next", rows + 1);
     program_expect(p, words);
     program_expect(p, "run.max_minutes is over");
@@ -177,13 +174,13 @@ static void test_a_killed_run_goes_on(void **state)
     struct program *p = *state;
     char arguments[256];
     int status;
-    assert_int_equal(program_train(p, 1, "--run.out={}/whole %s", options), 0);
+    EXITS(0, p, program_train(p, 1, "--run.out={}/whole %s", options));
     snprintf(arguments, sizeof arguments, "--run.out={}/killed %s", options);
     pid_t pid = program_start(p, 1, arguments);
     wait_for_rows(p, "killed");
     assert_int_equal(kill(pid, SIGKILL), 0);
     assert_int_equal(waitpid(pid, &status, 0), pid);
-    assert_int_equal(program_train(p, 1, "%s", arguments), 0);
+    EXITS(0, p, program_train(p, 1, "%s", arguments));
     assert_same_metrics(p, "whole", "killed", "metrics.jsonl", 1);
     assert_same_file(p, "whole/checkpoints/step_00000060/model.safetensors",
                      "killed/checkpoints/step_00000060/model.safetensors");

@@ -26,7 +26,7 @@ static int write_arms(void **state)
 static void test_matched_arms(void **state)
 {
     struct program *p = *state;
-    assert_int_equal(program_train(p, 1, "--run.out={}/study %s", study), 0);
+    EXITS(0, p, program_train(p, 1, "--run.out={}/study %s", study));
     program_expect(p, "attention.pv: \"bf16\" -> \"mxfp4\"");
     program_expect(p, "attention.backward: \"bf16\" -> \"represented\"");
     assert_null(strstr(p->output, "optim.lr:"));
@@ -38,17 +38,17 @@ static void test_matched_arms(void **state)
     /* Same samples in the same order, nearly the same first loss; other seeds read other samples. */
     assert_true(metrics_value(p, "study/arm_plain/seed_1", 1, "loss") !=
                 metrics_value(p, "study/arm_low/seed_1", 1, "loss"));
-    assert_int_equal(program_shell(p, "for a in arm_plain arm_low; do grep -o 'batch_hash\": \"[0-9a-f]*' "
-                                      "{}/study/$a/seed_1/metrics.jsonl > {}/$a.hashes; done; "
-                                      "cmp {}/arm_plain.hashes {}/arm_low.hashes"),
-                     0);
-    assert_int_equal(program_shell(p, "grep -q 'eval_loss_pv_fp8\": [0-9]' {}/study/arm_low/seed_1/verdict.json"), 0);
+    EXITS(0, p,
+          program_shell(p, "for a in arm_plain arm_low; do grep -o 'batch_hash\": \"[0-9a-f]*' "
+                           "{}/study/$a/seed_1/metrics.jsonl > {}/$a.hashes; done; "
+                           "cmp {}/arm_plain.hashes {}/arm_low.hashes"));
+    EXITS(0, p, program_shell(p, "grep -q 'eval_loss_pv_fp8\": [0-9]' {}/study/arm_low/seed_1/verdict.json"));
 }
 
 static void test_an_arm_is_the_run_that_it_would_be_alone(void **state)
 {
     struct program *p = *state;
-    assert_int_equal(program_train(p, 1, "{}/arm_low.toml --run.out={}/alone --run.seed=2"), 0);
+    EXITS(0, p, program_train(p, 1, "{}/arm_low.toml --run.out={}/alone --run.seed=2"));
     assert_same_metrics(p, "alone", "study/arm_low/seed_2", "metrics.jsonl", 1);
     assert_same_file(p, "alone/checkpoints/step_00000010/model.safetensors",
                      "study/arm_low/seed_2/checkpoints/step_00000010/model.safetensors");
@@ -57,25 +57,25 @@ static void test_an_arm_is_the_run_that_it_would_be_alone(void **state)
 static void test_finished_arms_are_skipped(void **state)
 {
     struct program *p = *state;
-    assert_int_equal(program_shell(p, "rm -r {}/study/arm_low/seed_2"), 0);
-    assert_int_equal(program_train(p, 1, "--run.out={}/study %s", study), 0);
+    EXITS(0, p, program_shell(p, "rm -r {}/study/arm_low/seed_2"));
+    EXITS(0, p, program_train(p, 1, "--run.out={}/study %s", study));
     program_expect(p, "arm_plain/seed_2: finished before, skipped");
     program_expect(p, "arm_low/seed_1: finished before, skipped");
     program_expect(p, "run arm_low/seed_2");
     assert_same_metrics(p, "alone", "study/arm_low/seed_2", "metrics.jsonl", 1);
     /* Under another configuration they are not the same arms. */
-    assert_int_equal(program_train(p, 1, "--run.out={}/study %s --data.batch=2", study), 1);
+    EXITS(1, p, program_train(p, 1, "--run.out={}/study %s --data.batch=2", study));
     program_expect(p, "data.batch: checkpoint has 4, config has 2");
 }
 
 static void test_from_a_checkpoint(void **state)
 {
     struct program *p = *state;
-    assert_int_equal(program_train(p, 1, "--run.out={}/trunk --checkpoint.every=5"), 0);
-    assert_int_equal(program_train(p, 1,
-                                   "--run.out={}/branches --run.mode=study '--study.arms={}/arm_*.toml' "
-                                   "--study.reference=arm_plain --study.from={}/trunk/checkpoints/step_00000005"),
-                     0);
+    EXITS(0, p, program_train(p, 1, "--run.out={}/trunk --checkpoint.every=5"));
+    EXITS(0, p,
+          program_train(p, 1,
+                        "--run.out={}/branches --run.mode=study '--study.arms={}/arm_*.toml' "
+                        "--study.reference=arm_plain --study.from={}/trunk/checkpoints/step_00000005"));
     assert_int_equal(metrics_rows(p, "branches/arm_low/seed_1"), 5);
     /* The reference goes on exactly as the trunk did. */
     assert_same_metrics(p, "trunk", "branches/arm_plain/seed_1", "metrics.jsonl", 6);
@@ -85,10 +85,10 @@ static void test_from_a_checkpoint(void **state)
 static void test_diverged_arms_are_verdicts_too(void **state)
 {
     struct program *p = *state;
-    assert_int_equal(program_train(p, 1,
-                                   "--run.out={}/wild --run.mode=study '--study.arms={}/arm_*.toml' "
-                                   "--study.reference=arm_plain --optim.lr=100 --run.steps=200"),
-                     0);
+    EXITS(0, p,
+          program_train(p, 1,
+                        "--run.out={}/wild --run.mode=study '--study.arms={}/arm_*.toml' "
+                        "--study.reference=arm_plain --optim.lr=100 --run.steps=200"));
     program_expect(p, "judged without a partner");
     assert_verdict(p, "wild/arm_plain/seed_1", "diverged", true);
     assert_verdict(p, "wild/arm_low/seed_1", "diverged", true);
@@ -97,20 +97,20 @@ static void test_diverged_arms_are_verdicts_too(void **state)
 static void test_wrong_studies(void **state)
 {
     struct program *p = *state;
-    assert_int_equal(program_train(p, 1, "--run.out={}/w --run.mode=study"), 1);
+    EXITS(1, p, program_train(p, 1, "--run.out={}/w --run.mode=study"));
     program_expect(p, "names 0 arms");
-    assert_int_equal(program_train(p, 1, "--run.out={}/w --run.mode=study '--study.arms={}/none_*.toml'"), 1);
+    EXITS(1, p, program_train(p, 1, "--run.out={}/w --run.mode=study '--study.arms={}/none_*.toml'"));
     program_expect(p, "no file matches");
-    assert_int_equal(program_train(p, 1,
-                                   "--run.out={}/w --run.mode=study '--study.arms={}/arm_*.toml' "
-                                   "--study.reference=arm_plane"),
-                     1);
+    EXITS(1, p,
+          program_train(p, 1,
+                        "--run.out={}/w --run.mode=study '--study.arms={}/arm_*.toml' "
+                        "--study.reference=arm_plane"));
     program_expect(p, "the nearest is arm_plain");
     write_arm(p, "bad.toml", "[optim]\nlr = 1.0\n");
-    assert_int_equal(program_train(p, 1,
-                                   "--run.out={}/w --run.mode=study '--study.arms={}/arm_*.toml {}/bad.toml' "
-                                   "--study.reference=arm_plain"),
-                     1);
+    EXITS(1, p,
+          program_train(p, 1,
+                        "--run.out={}/w --run.mode=study '--study.arms={}/arm_*.toml {}/bad.toml' "
+                        "--study.reference=arm_plain"));
     program_expect(p, "bad.toml:2: optim.lr: an arm may set [attention] and [linear] only");
     assert_false(file_exists(p, "w/arm_plain"));
 }
