@@ -24,7 +24,7 @@ static float query_value(enum input_kind kind, int64_t e, int64_t d, float x)
     case INPUT_SINK:
         return x + 0.5f * sink_direction(e);
     case INPUT_OUTLIER:
-        return outlier ? 3 * x : x;
+        return outlier ? 3.5f * x : x;
     case INPUT_MIX:
         return (outlier ? 5 * x : 2.5f * x) + 0.5f * sink_direction(e);
     default:
@@ -35,14 +35,14 @@ static float query_value(enum input_kind kind, int64_t e, int64_t d, float x)
 static float key_value(enum input_kind kind, int64_t token, int64_t e, int64_t d, float x)
 {
     bool outlier = e % (d / 4) == 3;
-    bool sink = token == 0 && (kind == INPUT_SINK || kind == INPUT_MIX);
-    if (sink) { /* logit 0.5 (8 / sqrt(D)) D / sqrt(D) = 4 */
-        return 8 / sqrtf((float)d) * sink_direction(e);
+    if (token == 0 && (kind == INPUT_SINK || kind == INPUT_MIX)) { /* 0.5 sqrt(D) times this is the sink's logit */
+        float logit = kind == INPUT_SINK ? 8 : 4;
+        return 2 * logit / sqrtf((float)d) * sink_direction(e);
     }
-    if ((kind == INPUT_OUTLIER || kind == INPUT_MIX) && outlier) {
-        return 3 * x;
+    if (outlier && kind == INPUT_OUTLIER) {
+        return 3.5f * x;
     }
-    return x;
+    return outlier && kind == INPUT_MIX ? 3 * x : x;
 }
 
 static float value_value(enum input_kind kind, int64_t token, int64_t e, float x)

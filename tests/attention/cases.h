@@ -8,9 +8,9 @@
 enum input_kind {
     INPUT_GAUSS,
     INPUT_PEAKY3,  /* q times 3: logits of standard deviation 3 */
-    INPUT_SINK,    /* every query looks at key 0 (logit +4), whose V is small */
-    INPUT_OUTLIER, /* four features of q and k are 6 times larger, with a few tall values of V and dO */
-    INPUT_MIX,     /* all of these, half as much */
+    INPUT_SINK,    /* every query looks at key 0 (logit +8), whose V is small */
+    INPUT_OUTLIER, /* four features of q and k are 3.5 times larger, and a few values of V 8 times */
+    INPUT_MIX,     /* peaky, sink (+4) and outliers together */
     INPUT_KINDS,
 };
 extern const char *const input_names[]; /* in enum order */

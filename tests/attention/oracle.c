@@ -380,7 +380,7 @@ static int anchor_of(const struct oracle_problem *p, const float *t, int64_t n)
         for (int64_t s = 0; s < samples && s * tokens / samples < n; s++) {
             m = fmaxf(m, t[s * tokens / samples]);
         }
-        return (int)ceilf(m) + SAMPLED_MARGIN;
+        return (int)ceilf(m) + SAMPLED_MARGIN - (p->recipe->mx_rule == MX_OCP ? 2 : 0); /* OCP exponents lie 2 lower */
     case ANCHOR_ROW:
         break;
     }
@@ -501,6 +501,10 @@ static void forward_row(const struct oracle_problem *p, const struct oracle_head
     double exact = oracle_exact_lse2(t, n);
     f->lse2[head * s->tokens + i] = total > 0 ? anchor + log2(total) : -INFINITY;
     f->lse2_exact[head * s->tokens + i] = exact;
+    for (int64_t j = 0; j < n; j++) {
+        f->lost_mass += value[j] == 0 ? exp2((double)t[j] - exact) : 0;
+        f->logit_max = fmax(f->logit_max, fabs((double)t[j]) * M_LN2);
+    }
     for (int64_t e = 0; e < s->head_dim; e++) {
         double sum = 0;
         double sum_exact = 0;

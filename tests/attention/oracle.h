@@ -28,14 +28,16 @@ struct oracle_fwd {
     double *lse2;      /* (H, T) */
     double *out_exact; /* (T, H, D): O' of section 7, unrounded P times the V of bwd_v */
     double *lse2_exact;
-    uint8_t *codes; /* (H, T, T): magnitude codes of P, E2M1 or E4M3; 0 where masked */
-    double *value;  /* (H, T, T): represented P relative to 2^anchor */
+    uint8_t *codes;   /* (H, T, T): magnitude codes of P, E2M1 or E4M3; 0 where masked */
+    double *value;    /* (H, T, T): represented P relative to 2^anchor */
+    double lost_mass; /* exact probability whose code is zero, summed over rows */
+    double logit_max; /* largest |softmax_scale q.k| of the represented operands, visible keys */
 };
 
 /* What a row of dS keeps (section 7), before and after it is stored. */
 struct oracle_leak {
     double leak_abs, ds_abs, leak_stored_abs, ds_stored_abs, leak_r, r_r;
-    double ds_saturated;
+    double ds_count, ds_flushed, ds_saturated;
 };
 
 struct oracle_bwd {

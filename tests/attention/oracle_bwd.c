@@ -226,6 +226,9 @@ static void backward_row(const struct group *g, const struct oracle_head *o, con
     int64_t kv = head / g->count;
     struct oracle_leak *leak = &g->b->leak;
     int64_t n = oracle_scores(g->p, o, i, w->t);
+    if (g->lse_log2[head * s->tokens + i] == -INFINITY) { /* every code was zero: no gradient */
+        return;
+    }
     load_dout(g, head, i, w);
     backward_probabilities(g, head, i, w->t, n, w->for_ds, w->for_dv);
     for (int64_t j = 0; j < n; j++) {
@@ -242,6 +245,8 @@ static void backward_row(const struct group *g, const struct oracle_head *o, con
         rho_stored += stored;
         leak->ds_abs += fabs(ds);
         leak->ds_stored_abs += fabs(stored);
+        leak->ds_count += ds != 0;
+        leak->ds_flushed += ds != 0 && stored == 0;
         leak->ds_saturated += !is_bf16(g->p) && fabs(g->m_ds * ds) > 464;
         double scaled = (double)s->softmax_scale * stored;
         for (int64_t e = 0; e < d; e++) {

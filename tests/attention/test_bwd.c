@@ -69,6 +69,8 @@ static void check_statistics(const struct attention_case *c, const struct oracle
     assert_true(fabs(s->leak_abs - leak->leak_abs) <= 0.02 * leak->leak_abs + 1e-6 * leak->ds_abs);
     assert_true(fabs(s->leak_stored_abs - leak->leak_stored_abs) <= 0.02 * leak->leak_stored_abs);
     assert_true(fabs(s->ds_saturated - leak->ds_saturated) <= 1);
+    assert_true(fabs(s->ds_count - leak->ds_count) <= 1e-3 * leak->ds_count);
+    assert_true(fabs(s->ds_flushed - leak->ds_flushed) <= 1e-2 * leak->ds_flushed + 2);
 }
 
 static void check_recipe(const struct attention_shape *shape, const struct attention_recipe *recipe,

@@ -86,6 +86,10 @@ static void check_recipe(const struct attention_recipe *recipe)
         for (int64_t row = 0; row < shape->heads * shape->tokens; row++) {
             check_row(&c, &f, v_max, row / shape->tokens, row % shape->tokens, &seen);
         }
+        assert_true(fabs(c.stats.logit_max / f.logit_max - 1) < 1e-5);
+        assert_true(c.stats.p_rows == (double)(shape->heads * shape->tokens));
+        assert_true(fabs(c.stats.p_lost_mass - f.lost_mass) <= 1e-2 * f.lost_mass + 1e-3);
+        assert_true(c.stats.non_finite == 0);
         oracle_forward_free(&f);
         case_close(&c);
     }
@@ -140,12 +144,13 @@ static void test_every_value_format_with_its_options(void **state)
 {
     (void)state;
     for (int pv = PV_FP8; pv <= PV_FP4_UE5M3; pv++) {
-        for (int option = 0; option < 7; option++) {
+        for (int option = 0; option < 8; option++) {
             struct attention_recipe recipe = recipe_of(pv, BWD_REPRESENTED);
             recipe.v_diag = option == 1 || option == 4 ? V_DIAG_FP8 : V_DIAG_BLOCKED;
             recipe.sink_keys_fp8 = option == 2 || option == 4 ? 32 : 0;
             recipe.k_center = option == 3;
-            recipe.anchor = option == 5 ? ANCHOR_ZERO : option == 6 ? ANCHOR_SAMPLED : ANCHOR_ROW;
+            recipe.anchor = option == 5 ? ANCHOR_ZERO : option >= 6 ? ANCHOR_SAMPLED : ANCHOR_ROW;
+            recipe.mx_rule = option == 7 ? MX_OCP : MX_NEAREST;
             if (attention_recipe_refusal(&recipe, 128) == NULL) {
                 check_recipe(&recipe);
             }
