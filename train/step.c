@@ -144,6 +144,9 @@ static enum status refuse_non_finite(const struct trainer *t, const struct step_
 {
     char where[128] = "in no single sample, only in the sum";
     int64_t local = t->tree.leaves;
+    if (t->comm->rank != 0) {
+        return ERR_DIVERGED; /* every rank knows the same: rank 0 says it */
+    }
     if (bad_sample != INT64_MAX) {
         snprintf(where, sizeof where, "first in sample %lld of the update, rank %lld", (long long)bad_sample,
                  (long long)(bad_sample / local));
@@ -161,6 +164,15 @@ static enum status refuse_non_finite(const struct trainer *t, const struct step_
                        "finite, first in tensor %s, element %zu; %s; weights and moments are as before",
                        (long long)r->update, r->loss, r->grad_norm, (long long)norm->non_finite, tensor,
                        norm->bad_segment >= 0 ? norm->bad_element : 0, where);
+}
+
+static enum status refuse_diverged(const struct trainer *t, const struct step_result *r)
+{
+    if (t->comm->rank != 0) {
+        return ERR_DIVERGED;
+    }
+    return status_fail(ERR_DIVERGED, "update %lld: diverged, and divergence.stop is set: %s", (long long)r->update,
+                       watch_reason(t->watch));
 }
 
 static enum verdict judge(struct trainer *t, const struct step_result *r, double partner_loss)
@@ -208,8 +220,7 @@ enum status step_run(struct trainer *t, double partner_loss, struct step_result 
         if (!finite) {
             return refuse_non_finite(t, r, &norm, bad_sample);
         }
-        return status_fail(ERR_DIVERGED, "update %lld: diverged, and divergence.stop is set: %s", (long long)r->update,
-                           watch_reason(t->watch));
+        return refuse_diverged(t, r);
     }
 
     float clip = gradnorm_clip_scale(r->grad_norm, config->optim.clip);
