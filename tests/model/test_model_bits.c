@@ -31,7 +31,19 @@ static struct model_batch batch_of(const struct data *d, int64_t first, int64_t 
                                 .update = 3};
 }
 
-/* One model for each linear format, tied and with qk_norm in turn. */
+static struct attention_recipe attention_of(enum linear_format format)
+{
+    struct attention_recipe recipe = attention_recipe_bf16();
+    if (format != LINEAR_BF16) {
+        recipe.qk = QK_NVFP4;
+        recipe.pv = format == LINEAR_FP8 ? PV_FP8 : PV_MXFP4;
+        recipe.mx_rule = MX_OCP;
+        attention_recipe_preset(&recipe, format == LINEAR_FP8 ? BWD_REPRESENTED : BWD_EXACT_STAT);
+    }
+    return recipe;
+}
+
+/* One model for each linear format, with an attention that suits it, tied and with qk_norm in turn. */
 static void open_format(struct fixture *f, enum linear_format format, enum recompute recompute, int64_t batch)
 {
     struct model_config c = small_config();
@@ -39,6 +51,7 @@ static void open_format(struct fixture *f, enum linear_format format, enum recom
     c.tied = format == LINEAR_FP8;
     c.qk_norm = format == LINEAR_NVFP4;
     o.linear.attn = o.linear.mlp = format;
+    o.attention = attention_of(format);
     o.recompute = recompute;
     fixture_open(f, &c, &o);
 }

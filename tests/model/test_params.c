@@ -141,6 +141,7 @@ static void test_initial_values_depend_on_seed_name_and_element(void **state)
         snprintf(stream, sizeof stream, "init/%s", names[i]);
         assert_true(values[a->offset + 5] == 0.02f * rng_normal(42, rng_stream(stream), 5));
     }
+    param_list_close(&other_list);
     float *seeded = values_of(&c, 43, &other_list);
     assert_true(seeded[0] != values[0] && seeded[1] != values[1]);
     free(values);
