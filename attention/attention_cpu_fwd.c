@@ -308,7 +308,7 @@ static void publish_row(const struct fwd_unit *u, const struct row_block *b, int
     float magnitude;
     score_range(t, visible, &max, &magnitude);
     double logit = (double)magnitude * M_LN2;
-    if (!(logit <= u->stats->logit_max)) {
+    if (logit > u->stats->logit_max || isnan(logit)) {
         u->stats->logit_max = logit;
     }
     move_anchor(u, r, max);

@@ -37,7 +37,7 @@ enum status attention_choose(const struct attention_shape *shape, const struct a
 void attention_stats_add(struct attention_stats *sum, const struct attention_stats *one)
 {
     /* Not fmax: it would hide a NaN. */
-    if (!(one->logit_max <= sum->logit_max)) {
+    if (one->logit_max > sum->logit_max || isnan(one->logit_max)) {
         sum->logit_max = one->logit_max;
     }
     sum->leak_abs += one->leak_abs;
