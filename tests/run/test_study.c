@@ -94,6 +94,23 @@ static void test_diverged_arms_are_verdicts_too(void **state)
     assert_verdict(p, "wild/arm_low/seed_1", "diverged", true);
 }
 
+/* Two updates behind the reference by next to nothing are enough here; the reference itself has no partner. Resumed,
+ * the arm finds the reference's losses in its folder. */
+static void test_partner_rule(void **state)
+{
+    static const char options[] = "--run.mode=study '--study.arms={}/arm_*.toml' --study.reference=arm_plain "
+                                  "--run.steps=40 --divergence.partner_gap=1e-9 --divergence.confirm=1";
+    struct program *p = *state;
+    EXITS(0, p, program_train(p, 1, "--run.out={}/partner %s", options));
+    program_expect(p, "nats from the reference");
+    assert_verdict(p, "partner/arm_plain/seed_1", "healthy", true);
+    assert_verdict(p, "partner/arm_low/seed_1", "diverged", true);
+    EXITS(0, p, program_shell(p, "cp -r {}/partner {}/partner_2 && rm -r {}/partner_2/arm_low"));
+    EXITS(0, p, program_train(p, 1, "--run.out={}/partner_2 %s", options));
+    assert_verdict(p, "partner_2/arm_low/seed_1", "diverged", true);
+    assert_same_metrics(p, "partner/arm_low/seed_1", "partner_2/arm_low/seed_1", "metrics.jsonl", 1);
+}
+
 static void test_wrong_studies(void **state)
 {
     struct program *p = *state;
@@ -128,6 +145,7 @@ int main(void)
         cmocka_unit_test(test_finished_arms_are_skipped),
         cmocka_unit_test(test_from_a_checkpoint),
         cmocka_unit_test(test_diverged_arms_are_verdicts_too),
+        cmocka_unit_test(test_partner_rule),
         cmocka_unit_test(test_wrong_studies),
     };
     return cmocka_run_group_tests(tests, setup, program_teardown);
