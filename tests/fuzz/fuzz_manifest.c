@@ -106,12 +106,27 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
     return 0;
 }
 
+/* The same files by a name that leaves the checkpoint and comes back: to be refused. */
+static void seed_outside(const char *folder, const char *manifest)
+{
+    json_t *root = json_loads(manifest, 0, NULL);
+    json_t *file = json_array_get(json_object_get(root, "files"), 0);
+    char path[128];
+    snprintf(path, sizeof path, "../%s/%s", strrchr(step, '/') + 1, json_string_value(json_object_get(file, "path")));
+    json_object_set_new(file, "path", json_string(path));
+    char *text = json_dumps(root, JSON_INDENT(2));
+    fuzz_seed(folder, "outside", text, strlen(text));
+    free(text);
+    json_decref(root);
+}
+
 void fuzz_seeds(const char *folder)
 {
     size_t n;
     save();
     char *manifest = load(manifest_path, &n);
     fuzz_seed(folder, "manifest", manifest, n);
+    seed_outside(folder, manifest);
     manifest[n] = (char)0xff;
     memcpy(manifest + n + 1, state, state_bytes);
     fuzz_seed(folder, "with_state", manifest, n + 1 + state_bytes);

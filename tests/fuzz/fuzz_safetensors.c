@@ -165,6 +165,18 @@ void fuzz_seeds(const char *folder)
     seed_file(folder, "none", entries, 0);
     seed_file(folder, "one", entries, 1);
     seed_file(folder, "four", entries, 4);
+    /* Refused ones, close to limits that mutations seldom reach. */
+    static const char *const refused[] = {
+        "\1\0\0{\"a\":{\"dtype\":\"U8\",\"shape\":[4294967296,4294967296],\"data_offsets\":[0,0]}}",
+        "\1\4\0{\"a\":{\"dtype\":\"F32\",\"shape\":[4611686018427387905],\"data_offsets\":[0,4]}}",
+        "\1\4\0{\"a\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[9223372036854775804,9223372036854775807]}}",
+        "\1\4\0{\"a\":{\"dtype\":\"U8\",\"shape\":[1,1,1,1,4],\"data_offsets\":[0,4]}}",
+        "\1\4\0{\"a\":{\"dtype\":\"U8\",\"shape\":[-4],\"data_offsets\":[4,0]}}",
+    };
+    for (size_t i = 0; i < sizeof refused / sizeof refused[0]; i++) {
+        char name[] = {'r', (char)('0' + i), '\0'};
+        fuzz_seed(folder, name, refused[i], 3 + strlen(refused[i] + 3));
+    }
     static const unsigned char recipe[] = {2, 3, 9, 2, 3, 1, 4, 0, 18, 1, 2, 3, 4};
     fuzz_seed(folder, "recipe", recipe, sizeof recipe);
     static const char *const words[] = {"\\x22dtype\\x22:",

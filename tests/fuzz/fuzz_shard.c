@@ -62,6 +62,7 @@ struct recipe {
     bool content_size, checksum;
     int length_change; /* of the last frame, in bytes */
     uint32_t damage_at, damage;
+    size_t stuffing; /* zeros behind the last frame's bytes, within its place in the table */
     struct fuzz_bytes rest;
 };
 
@@ -81,6 +82,7 @@ static struct recipe recipe_take(struct fuzz_bytes *bytes)
         r.damage_at = (uint32_t)fuzz_take(bytes, 2);
         r.damage = (uint32_t)fuzz_take(bytes, 1);
     }
+    r.stuffing = flags & 64 ? (size_t)fuzz_take(bytes, 2) * 8 : 0;
     r.rest = *bytes;
     return r;
 }
@@ -106,7 +108,7 @@ static int32_t *recipe_make(const struct recipe *r, struct file_bytes *file)
     uint32_t frames = (r->tokens + FRAME - 1) / FRAME;
     size_t most = (size_t)r->tokens * r->width + 64;
     unsigned char *raw = calloc(1, most);
-    file->data = calloc(1, 1024 + ZSTD_compressBound(most));
+    file->data = calloc(1, 1024 + ZSTD_compressBound(most) + r->stuffing);
     for (size_t i = 0; r->rest.left > 0 && i < most; i += r->rest.left) {
         memcpy(raw + i, r->rest.at, r->rest.left < most - i ? r->rest.left : most - i);
     }
@@ -117,15 +119,17 @@ static int32_t *recipe_make(const struct recipe *r, struct file_bytes *file)
         bytes_put(file->data + fields[i][0], (int)fields[i][1], fields[i][2]);
     }
     file->n = 64 + 16 * frames;
-    bool right = r->content_size && r->length_change == 0 && r->damage == 0;
+    bool right = r->content_size && r->length_change == 0 && r->damage == 0 && r->stuffing == 0;
     for (uint32_t f = 0; f < frames; f++) {
         uint32_t left = r->tokens - f * FRAME;
         long n = (long)(left < FRAME ? left : FRAME) * r->width + (f + 1 == frames ? r->length_change : 0);
         bytes_put(file->data + 64 + 16 * f, 8, file->n);
         add_frame(file, r, raw + (size_t)f * FRAME * r->width, n < 0 ? 0 : (size_t)n);
     }
+    size_t frame_bytes = file->n - 64 - 16 * frames;
+    file->n += r->stuffing;
     bytes_put(file->data + 40, 8, file->n);
-    file->data[64 + 16 * frames + r->damage_at % (file->n - 64 - 16 * frames)] ^= (unsigned char)r->damage;
+    file->data[64 + 16 * frames + r->damage_at % frame_bytes] ^= (unsigned char)r->damage;
     shard_repair(file);
     int32_t *tokens = right ? malloc(r->tokens * sizeof *tokens) : NULL;
     for (uint32_t i = 0; tokens && i < r->tokens; i++) {
@@ -199,6 +203,7 @@ void fuzz_seeds(const char *folder)
         {"wide", {2, 0x98, 0, 0, 2, 0, 200, 7, 0, 1, 0}},
         {"long_last", {2, 4, 10, 0x40, 1, 5, 7, 0}},
         {"no_content_size", {2, 1, 0x40, 1, 5, 7, 0}},
+        {"stuffed", {2, 64, 0x40, 1, 5, 0xff, 0x7f, 7, 0}},
         {"damaged_block", {2, 32, 0x40, 1, 200, 9, 0, 255, 7, 0, 5, 0, 3}},
         {"damaged_checksum", {2, 32 + 2, 0x40, 1, 200, 12, 0, 255, 7, 0}},
     };
