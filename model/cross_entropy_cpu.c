@@ -2,6 +2,7 @@
 #include "model/cross_entropy.h"
 
 #include "core/gemm.h"
+#include "model/exponential.h"
 
 #include <math.h>
 
@@ -44,15 +45,21 @@ static struct running running_add(struct running r, const float *x, int64_t n)
         max = x[c] > max ? x[c] : max;
     }
     float lane[LANES] = {0};
-    for (int64_t c = 0; c < n; c++) {
-        lane[c % LANES] += expf(x[c] - max);
+    int64_t c = 0;
+    for (; c + LANES <= n; c += LANES) {
+        for (int l = 0; l < LANES; l++) {
+            lane[l] += exponential(x[c + l] - max);
+        }
+    }
+    for (int l = 0; c + l < n; l++) {
+        lane[l] += exponential(x[c + l] - max);
     }
     for (int half = LANES / 2; half > 0; half /= 2) {
         for (int l = 0; l < half; l++) {
             lane[l] += lane[l + half];
         }
     }
-    float kept = r.sum > 0 ? r.sum * expf(r.max - max) : r.sum;
+    float kept = r.sum > 0 ? r.sum * exponential(r.max - max) : r.sum;
     return (struct running){max, kept + lane[0]};
 }
 
@@ -107,9 +114,13 @@ static void dlogits_make(const struct cross_entropy_bwd *a, int64_t v0, int64_t 
             }
             continue;
         }
+        float lse = s->lse[r], scale = a->loss_scale;
         for (int64_t c = 0; c < n; c++) {
-            float p = expf(x[c] - s->lse[r]);
-            d[c] = bf16_from_float(a->loss_scale * (c + v0 == s->targets[r] ? p - 1.0f : p));
+            d[c] = bf16_from_float(scale * exponential(x[c] - lse));
+        }
+        int64_t at = s->targets[r] - v0;
+        if (at >= 0 && at < n) {
+            d[at] = bf16_from_float(scale * (exponential(x[at] - lse) - 1.0f));
         }
     }
 }

@@ -1,12 +1,12 @@
 /* model: SwiGLU on the CPU. */
 #include "model/swiglu.h"
 
-#include <math.h>
+#include "model/exponential.h"
 
 /* 1 / (1 + e^-x): 0 and 1 at the ends, NaN stays NaN. */
 static float sigmoid(float x)
 {
-    return 1.0f / (1.0f + expf(-x));
+    return 1.0f / (1.0f + exponential(-x));
 }
 
 void swiglu_fwd_cpu(const bf16 *gate_up, int64_t rows, int64_t ffn, bf16 *out)
