@@ -41,6 +41,12 @@ size_t attention_scratch_bytes_cpu_with(const struct attention_shape *shape, con
 void attention_fwd_cpu_with(const struct attention_fwd *a, const struct attention_cpu_options *options);
 void attention_bwd_cpu_with(const struct attention_bwd *a, const struct attention_cpu_options *options);
 
+/* n rounded up to whole blocks: the stride of tiles. */
+static inline int64_t attention_whole_blocks(int64_t n)
+{
+    return (n + ATTENTION_BLOCK - 1) / ATTENTION_BLOCK * ATTENTION_BLOCK;
+}
+
 /* ---- memory ----------------------------------------------------------------------------------------------------- */
 
 /* Takes 64-byte aligned pieces of one block; with base NULL it only counts. */

@@ -1,8 +1,6 @@
-/* attention: the backward of the CPU reference (docs/numerics.md, sections 7 and 8).
- *
- * Every mode is one scheme: dO' = decoded w dO, dP = dO' V^T, dS = P (dP - r), with w = 2^-f where P is rebuilt from
- * codes relative to n = floor(LSE2) (f = LSE2 - n), else 1. Stored dS is held times `lift`. */
-#include "attention/attention_cpu.h"
+/* attention: the backward of the CPU reference (docs/numerics.md, sections 7 and 8): operands, products, and their
+ * order. */
+#include "attention/attention_cpu_bwd.h"
 #include "core/gemm.h"
 #include "numerics/blocks.h"
 #include "numerics/formats.h"
@@ -10,51 +8,12 @@
 #include <math.h>
 #include <string.h>
 
-/* Scratch of one lane. R = rows of a block, W = all keys, rounded up; tiles are (R, W), FP32. */
-struct bwd_lane {
-    bf16 *q, *k;             /* gradient views */
-    bf16 *v, *diag;          /* V of dP in E4M3; diagonal blocks */
-    bf16 *dout;              /* R x D: decoded dO' */
-    float *staging;          /* T x D */
-    float *p;                /* t, then P as dV takes it */
-    float *p_ds;             /* P as dS takes it, where that is another one */
-    float *ds;               /* dP, then lift dS */
-    float *dk, *dv;          /* T x D */
-    float *r;                /* R */
-    float *reference, *fold; /* R: n and w, or LSE2 and 1 */
-};
-
-struct bwd_unit {
-    const struct attention_bwd *a;
-    const struct attention_cpu_options *options;
-    struct bwd_lane lane;
-    struct attention_saved saved;
-    struct attention_stats *stats;
-    int64_t batch, kv, T, D, R, W;
-    float c; /* base-2 score of q.k */
-    float do_lift, lift, q_lift;
-    struct rows k, k_view;
-    struct value_operand v;
-    float v_unit;
-};
-
-static int64_t round_up(int64_t n)
-{
-    return (n + ATTENTION_BLOCK - 1) / ATTENTION_BLOCK * ATTENTION_BLOCK;
-}
-
-/* dS takes P unrounded in the BF16 route (as flash attention does) and with the statistic of the unrounded P. */
-static bool ds_takes_exact(const struct attention_recipe *recipe)
-{
-    return recipe->backward == BWD_BF16 || recipe->bwd_stat == BWD_STAT_EXACT;
-}
-
 static struct bwd_lane lane_carve(const struct attention_shape *shape, const struct attention_recipe *recipe,
                                   const struct attention_cpu_options *options, struct carve *carve)
 {
     size_t head = (size_t)(shape->tokens * shape->head_dim);
     size_t R = (size_t)options->query_rows;
-    size_t tile = R * (size_t)round_up(shape->tokens);
+    size_t tile = R * (size_t)attention_whole_blocks(shape->tokens);
     return (struct bwd_lane){
         .q = carve_take(carve, head * sizeof(bf16)),
         .k = carve_take(carve, head * sizeof(bf16)),
@@ -63,11 +22,10 @@ static struct bwd_lane lane_carve(const struct attention_shape *shape, const str
         .dout = carve_take(carve, R * (size_t)shape->head_dim * sizeof(bf16)),
         .staging = carve_take(carve, head * sizeof(float)),
         .p = carve_take(carve, tile * sizeof(float)),
-        .p_ds = carve_take(carve, ds_takes_exact(recipe) ? tile * sizeof(float) : 0),
+        .p_ds = carve_take(carve, bwd_ds_takes_exact(recipe) ? tile * sizeof(float) : 0),
         .ds = carve_take(carve, tile * sizeof(float)),
         .dk = carve_take(carve, head * sizeof(float)),
         .dv = carve_take(carve, head * sizeof(float)),
-        .r = carve_take(carve, R * sizeof(float)),
         .reference = carve_take(carve, R * sizeof(float)),
         .fold = carve_take(carve, R * sizeof(float)),
     };
@@ -101,6 +59,7 @@ static struct rows score_key(const struct bwd_unit *u)
                               : head_rows(&u->a->k, u->batch, u->kv);
 }
 
+/* The multiplier of a gradient view whose source has this amax. */
 static float view_lift(const struct attention_recipe *recipe, float amax)
 {
     bool fixed = recipe->qk_grad == QK_GRAD_LIFT && recipe->ds_scale == DS_SCALE_FIXED;
@@ -171,69 +130,25 @@ static void choose_lifts(struct bwd_unit *u, int64_t first_head, int64_t heads)
         q_max = fmaxf(q_max, rows_amax(query_source(u, head), u->T, u->D));
     }
     u->q_lift = view_lift(recipe, q_max);
-    u->do_lift = recipe->do_scale == DO_SCALE_FIXED ? 4.0f
-                 : recipe->do_format == DO_BF16
-                     ? 1.0f
-                     : pow2_scale(do_max, recipe->do_format == DO_E5M2 ? E5M2_MAX : E4M3_MAX);
-    float bound = 2.0f * do_norm * rows_norm_max(u->v.main, u->T, u->D) / u->v_unit;
-    u->lift = recipe->backward == BWD_BF16         ? 1.0f
-              : recipe->ds_scale == DS_SCALE_FIXED ? 256.0f * u->a->shape.softmax_scale
-              : bound > 0                          ? 16.0f * pow2_scale(bound, E4M3_MAX)
-                                                   : 1.0f;
-}
-
-/* ---- one block of query rows
- * ------------------------------------------------------------------------------------------- */
-
-struct row_block {
-    int64_t head, first, rows, keys;
-    struct rows q, q_view;
-};
-
-static int64_t visible_keys(const struct bwd_unit *u, int64_t row)
-{
-    return u->a->shape.causal ? row + 1 : u->T;
-}
-
-static float decode_dout(const struct attention_recipe *recipe, float x, float m)
-{
-    switch (recipe->do_format) {
-    case DO_E4M3:
-        return e4m3_round(x * m) / m;
-    case DO_E5M2:
-        return e5m2_round(x * m) / m;
-    case DO_BF16:
-        return bf16_to_float(bf16_from_float(x));
+    if (recipe->do_scale == DO_SCALE_FIXED) {
+        u->do_lift = 4.0f;
+    } else if (recipe->do_format == DO_BF16) {
+        u->do_lift = 1.0f;
+    } else {
+        u->do_lift = pow2_scale(do_max, recipe->do_format == DO_E5M2 ? E5M2_MAX : E4M3_MAX);
     }
-    return x;
+    float bound = 2.0f * do_norm * (rows_norm_max(u->v.main, u->T, u->D) / u->v_unit);
+    if (recipe->backward == BWD_BF16 || !(bound > 0)) {
+        u->lift = 1.0f;
+    } else {
+        u->lift = 16.0f * fminf(pow2_scale(bound, E4M3_MAX), 0x1p100f);
+    }
+    if (recipe->ds_scale == DS_SCALE_FIXED) {
+        u->lift = 256.0f * u->a->shape.softmax_scale; /* the published kernel folds the softmax scale into dS */
+    }
 }
 
-/* n and 2^-f, or LSE2 and 1; then dO' of the block. */
-static void open_rows(const struct bwd_unit *u, const struct row_block *b)
-{
-    const struct attention_recipe *recipe = u->a->recipe;
-    struct rows dout = head_rows(&u->a->dout, u->batch, b->head);
-    int64_t at = (u->batch * u->a->shape.heads + b->head) * u->T + b->first;
-    bool codes = recipe->bwd_p == BWD_P_CODES;
-    int64_t count = 0;
-    int64_t flushed = 0;
-    for (int64_t r = 0; r < b->rows; r++) {
-        float lse = u->a->lse_log2[at + r];
-        bool lost = lse == -INFINITY; /* every code was zero: so are all gradients */
-        float n = lost ? 0.0f : floorf(lse);
-        u->lane.fold[r] = codes && !lost ? exp2f(n - lse) : 1.0f;
-        u->lane.reference[r] = codes ? n : attention_wants_exact(recipe) ? u->saved.lse_exact[at + r] : lse;
-        const bf16 *x = dout.data + (b->first + r) * dout.stride;
-        for (int64_t d = 0; d < u->D; d++) {
-            float y = decode_dout(recipe, bf16_to_float(x[d]) * u->lane.fold[r], u->do_lift);
-            u->lane.dout[r * u->D + d] = bf16_from_float(y);
-            count += (x[d] & 0x7fff) != 0;
-            flushed += (x[d] & 0x7fff) != 0 && y == 0.0f;
-        }
-    }
-    u->stats->do_count += (double)count;
-    u->stats->do_flushed += (double)flushed;
-}
+/* ---- products of a block: scores and dP */
 
 static void scores(const struct bwd_unit *u, const struct row_block *b)
 {
@@ -282,222 +197,6 @@ static void dprobability(const struct bwd_unit *u, const struct row_block *b)
     }
 }
 
-/* The anchor that the forward had, from the same scores. */
-static float forward_anchor(const struct bwd_unit *u, const float *t, int64_t visible)
-{
-    float max = -INFINITY;
-    float magnitude;
-    if (u->a->recipe->anchor == ANCHOR_SAMPLED) {
-        for (int64_t s = 0; s < anchor_samples(u->T); s++) {
-            int64_t key = anchor_sample(s, u->T);
-            max = key < visible && t[key] > max ? t[key] : max;
-        }
-    } else if (u->a->recipe->anchor == ANCHOR_ROW && u->a->recipe->pv == PV_MXFP4) {
-        score_range(t, visible, &max, &magnitude);
-    } else {
-        return 0; /* no other format looks at it */
-    }
-    return anchor_of(u->a->recipe, max);
-}
-
-static void rebuild_codes(const struct bwd_unit *u, const struct row_block *b, int64_t r, int64_t visible)
-{
-    const struct attention_cpu_probe *probe = u->options->probe;
-    int64_t at = (u->batch * u->a->shape.heads + b->head) * u->T + b->first + r;
-    int64_t block = attention_p_block(u->a->recipe->pv);
-    float *t = u->lane.p + r * u->W;
-    struct p_row p = {
-        .t = t,
-        .visible = visible,
-        .n = b->keys,
-        .reference = u->lane.reference[r],
-        .anchor = forward_anchor(u, t, visible),
-        .rebuilt = true,
-        .codes = probe != NULL && probe->codes != NULL ? probe->codes + at * u->T : NULL,
-        .exponents =
-            probe != NULL && probe->exponents != NULL ? probe->exponents + at * ((u->T + block - 1) / block) : NULL,
-    };
-    p_row_publish(u->a->recipe, &p);
-}
-
-/* 2^fl32(t - lse), t a row of scores; y may be t. */
-static void exact_row(const float *t, int64_t n, float lse, float *y)
-{
-    for (int64_t j = 0; j < n; j++) {
-        y[j] = t[j] - lse;
-    }
-    exp2_row(y, n, 0.0f, y);
-}
-
-/* P of one row, for dS and for dV, from its scores. */
-static void probability_row(const struct bwd_unit *u, const struct row_block *b, int64_t r)
-{
-    const struct attention_recipe *recipe = u->a->recipe;
-    int64_t visible = visible_keys(u, b->first + r);
-    visible = visible < b->keys ? visible : b->keys;
-    int64_t width = round_up(b->keys);
-    float *p = u->lane.p + r * u->W;
-    float lse = u->lane.reference[r];
-    int64_t at = (u->batch * u->a->shape.heads + b->head) * u->T + b->first + r;
-    if (u->a->lse_log2[at] == -INFINITY) {
-        memset(p, 0, (size_t)width * sizeof *p);
-        if (ds_takes_exact(recipe)) {
-            memset(u->lane.p_ds + r * u->W, 0, (size_t)width * sizeof *p);
-        }
-        return;
-    }
-    for (int64_t j = visible; j < width; j++) {
-        p[j] = ATTENTION_MASKED;
-    }
-    if (ds_takes_exact(recipe)) {
-        /* In the folded scheme P carries 2^f. */
-        float *exact = u->lane.p_ds + r * u->W;
-        exact_row(p, width, attention_wants_exact(recipe) ? u->saved.lse_exact[at] : u->a->lse_log2[at], exact);
-        for (int64_t j = 0; u->lane.fold[r] != 1.0f && j < width; j++) {
-            exact[j] /= u->lane.fold[r];
-        }
-    }
-    if (recipe->bwd_p == BWD_P_CODES) {
-        rebuild_codes(u, b, r, visible);
-        return;
-    }
-    exact_row(p, width, lse, p);
-    for (int64_t j = 0; j < width; j++) {
-        p[j] = recipe->bwd_p == BWD_P_FP8 ? e4m3_round(256.0f * p[j]) * 0x1p-8f : bf16_to_float(bf16_from_float(p[j]));
-    }
-}
-
-/* ---- the statistic r
- * ------------------------------------------------------------------------------------------------------ */
-
-static double dot_bf16(const bf16 *x, const bf16 *y, int64_t n)
-{
-    double sum = 0;
-    for (int64_t d = 0; d < n; d++) {
-        sum += (double)bf16_to_float(x[d]) * (double)bf16_to_float(y[d]);
-    }
-    return sum;
-}
-
-static float mean_dprobability(const float *p, const float *dp, int64_t n)
-{
-    double sum = 0;
-    double weight = 0;
-    for (int64_t j = 0; j < n; j++) {
-        sum += (double)p[j] * (double)dp[j];
-        weight += (double)p[j];
-    }
-    return weight > 0 ? (float)(sum / weight) : 0.0f;
-}
-
-static float row_statistic(const struct bwd_unit *u, const struct row_block *b, int64_t r, const float *p,
-                           const float *dp)
-{
-    struct rows out = head_rows(&u->a->out, u->batch, b->head);
-    struct rows dout = head_rows(&u->a->dout, u->batch, b->head);
-    int64_t row = b->first + r;
-    int64_t at = (u->batch * u->a->shape.heads + b->head) * u->T + row;
-    const bf16 *decoded = u->lane.dout + r * u->D;
-    switch (u->a->recipe->bwd_stat) {
-    case BWD_STAT_SAVED_RAW:
-        return (float)dot_bf16(out.data + row * out.stride, dout.data + row * dout.stride, u->D) * u->lane.fold[r];
-    case BWD_STAT_SAVED:
-        return (float)dot_bf16(out.data + row * out.stride, decoded, u->D);
-    case BWD_STAT_RECENTRED:
-        return mean_dprobability(p, dp, b->keys);
-    case BWD_STAT_EXACT:
-        return (float)dot_bf16(u->saved.out_exact + at * u->D, decoded, u->D);
-    }
-    return 0;
-}
-
-/* ---- dS
- * ---------------------------------------------------------------------------------------------------------------- */
-
-/* Sums of one row in 32 interleaved parts. Loops of 32 are what compilers vectorise; shorter ones they unroll first. */
-enum { LANES = 32 };
-
-struct ds_sums {
-    double sum[LANES], abs[LANES], stored[LANES], stored_abs[LANES];
-    int32_t count[LANES], flushed[LANES], saturated[LANES];
-};
-
-static inline float ds_store(float y, bool e4m3)
-{
-    return e4m3 ? e4m3_round(y) : bf16_to_float(bf16_from_float(y));
-}
-
-/* n entries, a multiple of 32: ds becomes the stored lift P (dP - r); what is lost on the way is counted. */
-static inline void ds_row(const float *p, float *ds, int64_t n, float r, float factor, float lift, bool e4m3,
-                          struct ds_sums *s)
-{
-    for (int64_t j = 0; j < n; j += LANES) {
-        for (int l = 0; l < LANES; l++) {
-            float x = p[j + l] * factor * (ds[j + l] - r);
-            float y = lift * x;
-            float z = ds_store(y, e4m3);
-            ds[j + l] = z;
-            s->sum[l] += (double)x;
-            s->abs[l] += (double)fabsf(x);
-            s->stored[l] += (double)z;
-            s->stored_abs[l] += (double)fabsf(z);
-            s->count[l] += y != 0.0f;
-            s->flushed[l] += y != 0.0f && z == 0.0f;
-            s->saturated[l] += e4m3 && fabsf(y) > 464.0f;
-        }
-    }
-}
-
-static double lanes_sum(const double *x)
-{
-    double sum = 0;
-    for (int l = 0; l < LANES; l++) {
-        sum += x[l];
-    }
-    return sum;
-}
-
-static void count_ds(const struct bwd_unit *u, const struct ds_sums *s, float r)
-{
-    struct attention_stats *stats = u->stats;
-    double rho = lanes_sum(s->sum);
-    stats->leak_abs += fabs(rho);
-    stats->ds_abs += lanes_sum(s->abs);
-    stats->leak_stored_abs += fabs(lanes_sum(s->stored)) / (double)u->lift;
-    stats->ds_stored_abs += lanes_sum(s->stored_abs) / (double)u->lift;
-    stats->leak_r += rho * (double)r;
-    stats->r_r += (double)r * (double)r;
-    for (int l = 0; l < LANES; l++) {
-        stats->ds_count += s->count[l];
-        stats->ds_flushed += s->flushed[l];
-        stats->ds_saturated += s->saturated[l];
-    }
-}
-
-static void ds_block(const struct bwd_unit *u, const struct row_block *b)
-{
-    const struct attention_recipe *recipe = u->a->recipe;
-    bool exact = ds_takes_exact(recipe);
-    /* Codes come times the unit of their family. */
-    float factor = exact || recipe->bwd_p != BWD_P_CODES ? 1.0f : 1.0f / attention_unit(recipe);
-    for (int64_t r = 0; r < b->rows; r++) {
-        const float *p = (exact ? u->lane.p_ds : u->lane.p) + r * u->W;
-        float *ds = u->lane.ds + r * u->W;
-        int64_t width = round_up(b->keys);
-        for (int64_t j = b->keys; j < width; j++) {
-            ds[j] = 0;
-        }
-        float stat = row_statistic(u, b, r, p, ds);
-        struct ds_sums sums = {0};
-        if (recipe->backward == BWD_BF16) {
-            ds_row(p, ds, width, stat, factor, u->lift, false, &sums);
-        } else {
-            ds_row(p, ds, width, stat, factor, u->lift, true, &sums);
-        }
-        count_ds(u, &sums, stat / u->lane.fold[r]);
-    }
-}
-
 /* ---- products of the gradients
  * ------------------------------------------------------------------------------------------- */
 
@@ -506,7 +205,7 @@ static void accumulate(const struct bwd_unit *u, const struct row_block *b)
 {
     for (int64_t r = 0; r < b->rows; r += ATTENTION_BLOCK) {
         int64_t rows = b->rows - r < ATTENTION_BLOCK ? b->rows - r : ATTENTION_BLOCK;
-        struct gemm g = {.m = visible_keys(u, b->first + r + rows - 1),
+        struct gemm g = {.m = bwd_visible_keys(u, b->first + r + rows - 1),
                          .n = u->D,
                          .k = rows,
                          .trans_a = true,
@@ -543,14 +242,12 @@ static void accumulate(const struct bwd_unit *u, const struct row_block *b)
 
 static void run_block(const struct bwd_unit *u, struct row_block *b)
 {
-    b->keys = visible_keys(u, b->first + b->rows - 1);
-    open_rows(u, b);
+    b->keys = bwd_visible_keys(u, b->first + b->rows - 1);
+    bwd_open_rows(u, b);
     scores(u, b);
-    for (int64_t r = 0; r < b->rows; r++) {
-        probability_row(u, b, r);
-    }
+    bwd_probabilities(u, b);
     dprobability(u, b);
-    ds_block(u, b);
+    bwd_ds(u, b);
     accumulate(u, b);
 }
 
@@ -626,7 +323,7 @@ void attention_bwd_cpu_with(const struct attention_bwd *a, const struct attentio
             .T = a->shape.tokens,
             .D = a->shape.head_dim,
             .R = options->query_rows,
-            .W = round_up(a->shape.tokens),
+            .W = attention_whole_blocks(a->shape.tokens),
             .c = (float)((double)a->shape.softmax_scale * M_LOG2E),
         };
         for (int64_t unit = lane; unit < units; unit += lanes) {

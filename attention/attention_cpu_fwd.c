@@ -32,14 +32,9 @@ struct fwd_unit {
     struct value_operand v, v_exact;
 };
 
-static int64_t round_up(int64_t n)
-{
-    return (n + ATTENTION_BLOCK - 1) / ATTENTION_BLOCK * ATTENTION_BLOCK;
-}
-
 static int64_t tile_keys(const struct attention_shape *shape, const struct attention_cpu_options *options)
 {
-    int64_t T = round_up(shape->tokens);
+    int64_t T = attention_whole_blocks(shape->tokens);
     return options->key_tile > 0 && options->key_tile < T ? options->key_tile : T;
 }
 
@@ -294,7 +289,7 @@ static void publish_row(const struct fwd_unit *u, const struct row_block *b, int
 {
     const struct attention_cpu_probe *probe = u->options->probe;
     int64_t row = b->first + r;
-    int64_t width = round_up(keys);
+    int64_t width = attention_whole_blocks(keys);
     float *t = u->lane.score + r * u->W;
     float *exact = u->lane.exact + r * u->W;
     int64_t visible = visible_keys(u, row) - first_key;

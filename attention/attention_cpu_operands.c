@@ -40,17 +40,23 @@ float rows_amax(struct rows x, int64_t T, int64_t D)
 
 float rows_norm_max(struct rows x, int64_t T, int64_t D)
 {
-    float max = 0;
+    double max = 0;
     for (int64_t i = 0; i < T; i++) {
         const bf16 *row = x.data + i * x.stride;
-        float sum = 0;
-        for (int64_t d = 0; d < D; d++) {
-            float y = bf16_to_float(row[d]);
-            sum += y * y;
+        double lane[16] = {0}; /* FP64: squares of BF16 leave the range of FP32 */
+        for (int64_t d = 0; d < D; d += 16) {
+            for (int l = 0; l < 16; l++) {
+                double y = (double)bf16_to_float(row[d + l]);
+                lane[l] += y * y;
+            }
+        }
+        double sum = 0;
+        for (int l = 0; l < 16; l++) {
+            sum += lane[l];
         }
         max = sum > max ? sum : max;
     }
-    return sqrtf(max);
+    return (float)sqrt(max);
 }
 
 static void load(struct rows x, int64_t T, int64_t D, float *y)

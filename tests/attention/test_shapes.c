@@ -4,9 +4,12 @@
 #include "tests/test.h"
 
 #include <math.h>
-#include <omp.h>
 #include <stdlib.h>
 #include <string.h>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 
 static struct attention_shape shape_of(int64_t batch, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim)
 {
@@ -250,22 +253,31 @@ static void test_slices_of_a_fused_projection_give_the_same_bits(void **state)
     }
 }
 
+/* 0: as many as the machine has. Builds without OpenMP have one thread anyway. */
+static void use_threads(int n)
+{
+#ifdef _OPENMP
+    omp_set_num_threads(n > 0 ? n : omp_get_num_procs());
+#else
+    (void)n;
+#endif
+}
+
 static void test_sequences_of_a_batch_and_threads_do_not_matter(void **state)
 {
     (void)state;
     struct route routes[ROUTES];
     int n = make_routes(routes);
     struct attention_shape shape = shape_of(3, 70, 4, 2, 32);
-    int threads = omp_get_max_threads();
     for (int r = 0; r < n; r++) {
         struct attention_case c;
         case_open(&c, &shape, &routes[r].recipe, INPUT_MIX, 6);
-        omp_set_num_threads(1);
+        use_threads(1);
         case_forward(&c);
         case_backward(&c);
         struct result serial = result_of(&c);
         c.stats = (struct attention_stats){0};
-        omp_set_num_threads(3);
+        use_threads(3);
         case_forward(&c);
         case_backward(&c);
         assert_same_bits(&serial, &c, 0);
@@ -291,7 +303,7 @@ static void test_sequences_of_a_batch_and_threads_do_not_matter(void **state)
         result_close(&serial);
         case_close(&c);
     }
-    omp_set_num_threads(threads);
+    use_threads(0);
 }
 
 /* Inference: without saved state the forward gives the same outputs. */
