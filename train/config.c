@@ -20,6 +20,7 @@ struct source {
     enum status status;
 };
 
+/* First row of a section, -1 if nobody reads it. */
 static int section_find(const char *section)
 {
     for (int i = 0; i < config_key_count; i++) {
@@ -42,6 +43,7 @@ int config_find(const char *name)
     return -1;
 }
 
+/* The keys that attention.backward is a preset of. */
 static bool is_switch(const struct config_key *key)
 {
     static const char *const names[] = {"bwd_p", "bwd_v", "bwd_stat", "do_format", "do_scale", "ds_scale", "qk_grad"};
@@ -53,6 +55,7 @@ static bool is_switch(const struct config_key *key)
     return false;
 }
 
+/* Defaults go through the same parser as everything else, so a default that breaks its own range cannot exist. */
 void config_init(struct config *config)
 {
     static const struct config_place defaults = {.source = "default", .folder = ""};
@@ -118,6 +121,7 @@ static enum status source_assign(struct source *source, const char *section, con
     } else {
         snprintf(origin, CONFIG_ORIGIN, "command line");
     }
+    /* TOML has no order of keys: switches of this same source stay, whether their line comes before or after. */
     if (strcmp(full, "attention.backward") == 0) {
         for (int k = 0; k < config_key_count; k++) {
             if (is_switch(&config_keys[k]) && source->seen_at[k] == 0) {
@@ -138,6 +142,7 @@ static int on_pair(void *user, const char *section, const char *name, const char
     return source->status == OK;
 }
 
+/* inih calls back for keys only, so an unknown section without keys, or one opened twice, would pass unseen. */
 static enum status check_section_line(struct source *source, const char *line)
 {
     char section[LINE_BYTES_MAX + 2];
@@ -261,6 +266,7 @@ enum status config_add_arm(struct config *config, const char *path)
     return add_file(config, path, true);
 }
 
+/* All overrides are one source: giving a key twice on a command line is a slip as much as in a file. */
 enum status config_add_overrides(struct config *config, char *const *assignments, int count)
 {
     struct source source = {.config = config, .place = {.source = "command line", .folder = ""}};

@@ -40,6 +40,7 @@ const char *config_nearest(const char *word, const char *const *names, int count
     return best;
 }
 
+/* The one sentence of a bad value: place, key, value, what would do. */
 static enum status wrong(const struct config_key *key, const char *text, const struct config_place *place,
                          const char *expected)
 {
@@ -120,6 +121,7 @@ static enum status set_real(void *field, const struct config_key *key, const cha
     return OK;
 }
 
+/* All names are listed: there are few, and the reader has the choice before the eyes. */
 static enum status set_enum(void *field, const struct config_key *key, const char *text,
                             const struct config_place *place)
 {

@@ -54,6 +54,7 @@ static bool answered(int argc, char **argv)
     return false;
 }
 
+/* An argument with a dot after -- is a key; anything else with a dash must be an option that we know. */
 static enum status parse_arguments(struct arguments *a, int argc, char **argv)
 {
     if (argc > ARGUMENTS_MAX) {
@@ -104,6 +105,7 @@ static enum status run_mode(const struct config *config, struct comm *comm, cons
     return ERR_CONFIG;
 }
 
+/* Everything is checked before anything is allocated or written; --dry-run ends where the run would begin. */
 static enum status run(struct comm *comm, struct config *config, int argc, char **argv)
 {
     struct arguments arguments = {0};

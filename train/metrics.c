@@ -42,6 +42,7 @@ static enum status keep_rows(const char *path, int64_t update)
     return status;
 }
 
+/* Appending after the cut: a crash can tear at most the last line. */
 static enum status open_rows(FILE **file, const char *out, const char *name, int64_t update)
 {
     char path[PATH_BYTES];
@@ -72,6 +73,7 @@ void metrics_close(struct metrics *metrics)
     metrics->rows = metrics->layers = NULL;
 }
 
+/* NaN, hence null, where nothing was counted: 0 would say that nothing was lost. */
 static double ratio(double part, double whole)
 {
     return whole != 0 ? part / whole : NAN;
@@ -116,6 +118,7 @@ static enum status write_row(FILE *file, json_t *row)
     return failed ? status_fail_errno(ERR_IO, "metrics", "cannot write a row") : OK;
 }
 
+/* The most that this process ever held; ru_maxrss is in KiB. */
 static double memory_gib(void)
 {
     struct rusage usage;
@@ -129,6 +132,8 @@ static void print_duration(double seconds, char *text, size_t bytes)
     snprintf(text, bytes, "%lld:%02lld:%02lld", s / 3600, s / 60 % 60, s % 60);
 }
 
+/* Time left comes from all updates of this process, evaluations and checkpoints included: that is what one waits for.
+ */
 static void print_console(const struct metrics *metrics, const struct trainer *t, const struct step_result *r,
                           double val_loss, double tokens_per_s)
 {

@@ -10,6 +10,7 @@
 
 typedef long long ll;
 
+/* How samples are shared. Each message holds the numbers and the nearest values that would do. */
 static enum status check_batch(const struct config *config, int ranks)
 {
     int64_t batch = config->data.batch;
@@ -45,6 +46,7 @@ static enum status check_batch(const struct config *config, int ranks)
     return OK;
 }
 
+/* Lengths and counts over keys of different sections. */
 static enum status check_lengths(struct config *config)
 {
     if (config->data.seq_len > config->model.context) {
@@ -67,6 +69,7 @@ static enum status check_lengths(struct config *config)
     return OK;
 }
 
+/* Cheap questions of this room first, then those of the rooms that own shapes and recipes. */
 enum status plan_check(struct config *config, int ranks)
 {
     TRY(check_batch(config, ranks));
@@ -80,6 +83,7 @@ static void print_bytes(FILE *out, const char *name, double bytes)
     fprintf(out, "  %-40s %12.2f MiB\n", name, bytes / 0x1p20);
 }
 
+/* The classes are the labels of the arena that the run itself will carve, so the table cannot drift from the run. */
 static void print_memory(FILE *out, const struct config *config, const struct arena *arena, const struct device *device)
 {
     double need = (double)arena->high_water, have = (double)device->memory_bytes;
@@ -105,6 +109,7 @@ static void print_memory(FILE *out, const struct config *config, const struct ar
             config->optim.master_fp32 ? " optim.master = none," : "");
 }
 
+/* Shards are counted, not read: a plan is made before the data is there. */
 static void print_data(FILE *out, const char *name, const char *globs)
 {
     char copy[CONFIG_GLOBS], *rest = copy;

@@ -22,6 +22,7 @@ struct run {
     int64_t val_update;
 };
 
+/* The log and the configuration as used, so that a run folder explains itself. */
 static enum status open_log(const struct config *config, const struct comm *comm)
 {
     char path[PATH_BYTES];
@@ -34,6 +35,7 @@ static enum status open_log(const struct config *config, const struct comm *comm
     return config_dump(config, path);
 }
 
+/* What a reader of the log must know about every later number: size, place, formats, data, rules. */
 static void report_start(const struct trainer *t)
 {
     char recipe[512];
@@ -50,6 +52,8 @@ static void report_start(const struct trainer *t)
         t->config->optim.clip > 0 ? "by the global norm" : "off");
 }
 
+/* Lock before anything is read or written; data and memory before the checkpoint, which is checked against both; the
+ * old rows are cut last, once it is known where the run goes on. */
 static enum status start(struct run *run, struct comm *comm, const struct device *device)
 {
     struct trainer *t = &run->trainer;
@@ -59,6 +63,7 @@ static enum status start(struct run *run, struct comm *comm, const struct device
     TRY(trainer_open(t, run->config, comm, device));
     TRY(snapshot_resume(t, run->config->run.out, &resumed));
     if (!resumed && run->options->start_from != NULL) {
+        /* What arms and seeds of a study may differ in. */
         TRY(snapshot_load(t, run->options->start_from, "attention.* linear.* run.seed"));
     }
     report_start(t);
@@ -67,11 +72,13 @@ static enum status start(struct run *run, struct comm *comm, const struct device
     return OK;
 }
 
+/* Past the reference's last row there is no partner. */
 static double partner_loss(const struct run_options *options, int64_t update)
 {
     return update < options->partner_count ? options->partner_loss[update] : NAN;
 }
 
+/* At most once for the same weights: the last update and the conclusion both ask. */
 static enum status evaluate(struct run *run)
 {
     struct trainer *t = &run->trainer;
@@ -105,6 +112,7 @@ static enum status loop(struct run *run)
         struct step_result result;
         enum status status = step_run(t, partner_loss(run->options, t->update + 1), &result);
         if (status == ERR_DIVERGED) {
+            /* The update that was refused is the row that one looks for. */
             TRY(metrics_write(&run->metrics, t, &result, NAN, true));
             return status;
         }
@@ -128,7 +136,8 @@ static enum status loop(struct run *run)
     return OK;
 }
 
-/* verdict.json, whatever the end was. */
+/* verdict.json, whatever the end was. A stopped run will go on, so it is not evaluated: under a signal minutes count.
+ */
 static enum status conclude(struct run *run, enum status ended)
 {
     struct trainer *t = &run->trainer;
@@ -143,6 +152,7 @@ static enum status conclude(struct run *run, enum status ended)
     bool diverged = ended == ERR_DIVERGED || watch_verdict(t->watch) == VERDICT_DIVERGED;
     const char *reason = watch_reason(t->watch);
     if (t->comm->rank == 0) {
+        /* What was saved after the trouble began must not be what a later run resumes from. */
         int64_t onset = diverged ? watch_onset(t->watch) : 0;
         TRY(snapshot_last_healthy(run->config->run.out, onset, healthy, sizeof healthy));
     }

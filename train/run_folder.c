@@ -68,6 +68,7 @@ static enum status take_lock(struct run_folder *folder, const char *path)
     return OK;
 }
 
+/* Random, so that a file left by another run, or by the same job on another disk, cannot pass for ours. */
 static enum status write_nonce(const char *name, char *nonce)
 {
     uint64_t words[2];
@@ -97,6 +98,7 @@ static enum status read_nonce(const char *name, const char *nonce, int rank)
     return OK;
 }
 
+/* Ranks that write into different folders of one name would each hold a part of a checkpoint, found out at resume. */
 enum status run_folder_open(struct run_folder *folder, const char *path, struct comm *comm)
 {
     char name[PATH_BYTES], nonce[NONCE_BYTES] = "";

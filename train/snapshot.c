@@ -22,6 +22,7 @@ struct tensor_list {
     int n_model, n_state;
 };
 
+/* One optimizer tensor a parameter, of the parameter's shape; none where the mode has no such array. */
 static void add_state(struct tensor_list *list, const struct trainer *t, const char *prefix, void *data,
                       enum dtype dtype)
 {
@@ -76,6 +77,8 @@ static enum status group_agree(void *context, enum status mine, enum status *wor
     return OK;
 }
 
+/* Everything that the next update depends on beside tensors. Random numbers are functions of (seed, name, update), so
+ * there is no generator to save; the data's whole state is `samples`. */
 static json_t *train_state(const struct trainer *t)
 {
     char recipe[512];
@@ -136,6 +139,7 @@ enum status snapshot_save(struct trainer *t, const char *out)
     json_decref(content.train);
     tensor_list_close(&list);
     TRY(status);
+    /* A diverged run must not push out what was healthy. */
     struct checkpoint_rotation rotation = {.keep = t->config->checkpoint.keep,
                                            .keep_forever_every = t->config->checkpoint.keep_forever_every,
                                            .window = t->config->watch.window,
@@ -144,6 +148,7 @@ enum status snapshot_save(struct trainer *t, const char *out)
     return ranks_agree(t->comm, rotate ? checkpoint_rotate(folder, &rotation) : OK);
 }
 
+/* Before a tensor is touched: does this checkpoint belong to this run? */
 static enum status check_state(const struct trainer *t, const json_t *state, const char *path, const char *allowed,
                                int64_t *step, int64_t *samples)
 {
@@ -193,6 +198,7 @@ enum status snapshot_load(struct trainer *t, const char *path, const char *allow
     json_t *state = NULL;
     enum status status = t->comm->rank == 0 ? checkpoint_verify(path) : OK;
     TRY(ranks_agree(t->comm, status));
+    /* Every rank reads all tensors itself: one shared folder, and no rank holds what another lacks. */
     status = checkpoint_read_train(path, &state);
     if (status == OK) {
         status = load(t, path, allowed, state);
@@ -222,6 +228,9 @@ enum status snapshot_resume(struct trainer *t, const char *out, bool *resumed)
         enum status status = OK;
         if (t->comm->rank == 0 && access(folder, F_OK) == 0) {
             status = checkpoint_find(folder, path, sizeof path);
+            if (status == OK && path[0] == '\0') {
+                log_warn("%s: no checkpoint there can be resumed from: starting with update 1", folder);
+            }
         }
         TRY(ranks_agree(t->comm, status));
         TRY(comm_broadcast(t->comm, path, sizeof path, 0));

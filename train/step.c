@@ -49,6 +49,8 @@ static enum status next_batch(struct trainer *t, struct step_result *r)
     return OK;
 }
 
+/* By exponent bits, without branches: this runs over every gradient of every sample, to name the rank and sample of a
+ * NaN that the sum over samples would hide. */
 static bool all_finite(const float *x, size_t n)
 {
     uint32_t bad = 0;
@@ -166,6 +168,7 @@ static enum status refuse_non_finite(const struct trainer *t, const struct step_
                        norm->bad_segment >= 0 ? norm->bad_element : 0, where);
 }
 
+/* Every number is finite, but the watch has seen enough. */
 static enum status refuse_diverged(const struct trainer *t, const struct step_result *r)
 {
     if (t->comm->rank != 0) {
@@ -211,7 +214,7 @@ enum status step_run(struct trainer *t, double partner_loss, struct step_result 
     }
     r->lr = (double)config->optim.lr_peak * schedule_factor(&config->schedule, r->update);
 
-    /* The watch decides before any write. */
+    /* The watch decides before any write. All ranks hold the same numbers, so all decide alike without a word. */
     r->verdict = judge(t, r, partner_loss);
     bool finite = isfinite(r->loss) && isfinite(r->grad_norm);
     if (!finite || (r->verdict == VERDICT_DIVERGED && config->divergence_stop)) {

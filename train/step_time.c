@@ -21,6 +21,7 @@ static double quantile(double *values, int64_t n, double q)
     return values[(int64_t)(q * (double)(n - 1) + 0.5)];
 }
 
+/* The first update pays for caches and untouched memory: it is no sample of the others. */
 static enum status measure(struct trainer *t, double *values, struct step_times *times)
 {
     int64_t steps = t->config->schedule.steps, first = steps > 1 ? 1 : 0, n = steps - first;

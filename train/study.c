@@ -30,6 +30,7 @@ struct study {
     int64_t reference_count; /* 0: the reference diverged, no partner rule */
 };
 
+/* An arm is the study's own configuration with the arm file on top: equal in all else by construction. */
 static enum status add_arm(struct study *study, const char *path)
 {
     if (study->n_arms == ARMS_MAX) {
@@ -112,6 +113,7 @@ static void print_line(const char *line)
     printf("    %s\n", line);
 }
 
+/* The whole difference between arms, for the reader to check. */
 static void print_differences(const struct study *study)
 {
     printf("study %s: %d arms; differences from the reference %s:\n", study->base->run.name, study->n_arms,
@@ -131,7 +133,7 @@ static void place_arm(const struct study *study, struct arm *arm, int64_t seed)
     struct config *config = &arm->config;
     config->run.mode = MODE_TRAIN;
     config->run.seed = seed;
-    config->optim.seed = (uint64_t)seed;
+    config->optim.seed = (uint64_t)seed; /* config_finish derived it from the study's seed */
     config->divergence_stop = study->base->study.after_divergence == AFTER_STOP;
     snprintf(config->run.name, sizeof config->run.name, "%.40s/seed_%lld", arm->name, (long long)seed);
     snprintf(config->run.out, sizeof config->run.out, "%.900s/%s/seed_%lld", study->base->run.out, arm->name,
@@ -219,6 +221,7 @@ static enum status share_reference(struct study *study, const struct config *con
     return OK;
 }
 
+/* Rank 0 knows what finished before; all ranks follow it. A diverged arm has its verdict and does not end the study. */
 static enum status run_arm(struct study *study, struct arm *arm)
 {
     const struct config *config = &arm->config;
@@ -287,6 +290,8 @@ static enum status print_summary(struct study *study, const int64_t *seeds, int 
     return OK;
 }
 
+/* Seed by seed, so that arms of one seed are compared as early as possible; the reference first, since its losses judge
+ * the others. */
 static enum status run_all(struct study *study)
 {
     const struct config_seeds *given = &study->base->study.seeds;

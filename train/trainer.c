@@ -19,6 +19,7 @@ struct attention_shape trainer_attention_shape(const struct config *config)
                                     .softmax_scale = 1.0F / sqrtf((float)m->head_dim)};
 }
 
+/* What follows from the configuration alone: parameters, their segments for the optimizer, the attention variant. */
 static enum status describe(struct trainer *t, const struct config *config, struct comm *comm)
 {
     memset(t, 0, sizeof *t);
@@ -98,6 +99,7 @@ static void initialise(struct trainer *t)
     memset(t->state.v, 0, n * moment);
 }
 
+/* Validation reads in order, so that every evaluation of a run sees the same text. */
 static enum status open_data(struct trainer *t)
 {
     const struct config_data *data = &t->config->data;
@@ -117,6 +119,7 @@ static enum status open_data(struct trainer *t)
     return loader_open(&t->val, &val);
 }
 
+/* Measures, compares with what the machine has, allocates once. */
 static enum status open_memory(struct trainer *t)
 {
     struct arena measured;
@@ -142,6 +145,7 @@ enum status trainer_open(struct trainer *t, const struct config *config, struct 
         status = open_data(t);
     }
     TRY(ranks_agree(comm, status));
+    /* Planning the gradient tree is a collective: all ranks must get that far, or none. */
     TRY(ranks_agree(comm, open_memory(t)));
     TRY(ranks_agree(comm, carve(t, &t->arena)));
     initialise(t);
