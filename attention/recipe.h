@@ -37,7 +37,9 @@ struct attention_recipe {
     enum mx_family mx_rule;
     enum p_map p_map;
     float affine_a, affine_b;
-    enum p_anchor anchor;
+    enum p_anchor anchor; /* row: ceil of the row maximum. zero: none; scores above 128 give NaN. sampled (the paper's
+                             guard, section 6): ceil of the maximum over up to 128 evenly spread visible keys, with
+                             M = 110, L = 16; codes of smaller blocks are made against the floor */
     enum v_diag v_diag;
     int sink_keys_fp8; /* the first n keys of P and V in FP8; a multiple of 32, 0 = none */
     bool k_center;     /* K less its mean over all keys (one BF16 rounding) before everything else, in both passes */

@@ -356,6 +356,44 @@ static void test_zero_dout_gives_exact_zeros(void **state)
     }
 }
 
+/* Multipliers follow the size of dO: a power of two in dO passes through to every bit of the gradients. */
+static void test_gradients_are_homogeneous_in_dout(void **state)
+{
+    (void)state;
+    static const float factors[] = {0x1p-80f, 0x1p-30f, 0x1p40f, 0x1p80f};
+    struct route routes[ROUTES];
+    int n = make_routes(routes);
+    struct attention_shape shape = shape_of(1, 70, 4, 2, 32);
+    for (int r = 0; r < n; r++) {
+        struct attention_case c;
+        if (routes[r].recipe.do_scale == DO_SCALE_FIXED) {
+            continue; /* that is what fixed means */
+        }
+        case_open(&c, &shape, &routes[r].recipe, INPUT_GAUSS, 14);
+        case_forward(&c);
+        case_backward(&c);
+        struct result plain = result_of(&c);
+        bf16 *dout = copy(c.dout, (size_t)case_queries(&c) * sizeof(bf16));
+        for (int f = 0; f < 4; f++) {
+            for (int64_t i = 0; i < case_queries(&c); i++) {
+                c.dout[i] = bf16_from_float(factors[f] * bf16_to_float(dout[i]));
+            }
+            case_backward(&c);
+            for (int64_t i = 0; i < case_queries(&c); i++) {
+                c.dq[i] = bf16_from_float(bf16_to_float(c.dq[i]) / factors[f]);
+            }
+            for (int64_t i = 0; i < case_keys(&c); i++) {
+                c.dk[i] = bf16_from_float(bf16_to_float(c.dk[i]) / factors[f]);
+                c.dv[i] = bf16_from_float(bf16_to_float(c.dv[i]) / factors[f]);
+            }
+            assert_same_bits(&plain, &c, 0);
+        }
+        free(dout);
+        result_close(&plain);
+        case_close(&c);
+    }
+}
+
 /* A bad value in any input is counted, and what it spoils is not passed off as sound. */
 static void test_nan_and_infinity_are_counted(void **state)
 {
@@ -448,6 +486,7 @@ int main(void)
         cmocka_unit_test(test_sequences_of_a_batch_and_threads_do_not_matter),
         cmocka_unit_test(test_forward_without_saved_state),
         cmocka_unit_test(test_zero_dout_gives_exact_zeros),
+        cmocka_unit_test(test_gradients_are_homogeneous_in_dout),
         cmocka_unit_test(test_nan_and_infinity_are_counted),
         cmocka_unit_test(test_extreme_logits_stay_finite),
         cmocka_unit_test(test_equal_logits_give_the_mean),
