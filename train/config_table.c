@@ -123,7 +123,7 @@ const struct config_key config_keys[] = {
     REAL("optim", "lr", optim.lr_peak, NULL, 0, 100, RESUME_NOTICE, "peak learning rate"),
     {"optim", "betas", KEY_PAIR, FIELD(optim.beta1), NULL, "[0.9, 0.95]", 0, 0.999999, RESUME_NOTICE,
      "decay of the first and second moment"},
-    REAL("optim", "eps", optim.eps, "1e-8", 0, 1, RESUME_NOTICE, "epsilon of AdamW"),
+    REAL("optim", "eps", optim.eps, "1e-8", 1e-30, 1, RESUME_NOTICE, "epsilon of AdamW"),
     REAL("optim", "weight_decay", optim.weight_decay, "0.1", 0, 10, RESUME_NOTICE,
          "decoupled decay of matrices and embeddings, never of norm gains"),
     REAL("optim", "clip", optim.clip, "1", 0, REAL_MAX, RESUME_NOTICE, "largest gradient norm; 0: no clipping"),

@@ -8,10 +8,12 @@
 #include "data/shard.h"
 #include "data/tokenizer.h"
 
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 enum { COMMAND = 8192 };
@@ -194,6 +196,35 @@ bool file_exists(const struct program *p, const char *name)
     char path[512];
     snprintf(path, sizeof path, "%s/%s", p->folder, name);
     return access(path, F_OK) == 0;
+}
+
+/* Whole lines: the run may be writing one. */
+static int count_lines(const struct program *p, const char *name)
+{
+    size_t bytes = 0;
+    int lines = 0;
+    char *text = read_file(p, name, &bytes);
+    for (size_t i = 0; i < bytes; i++) {
+        lines += text[i] == '\n';
+    }
+    free(text);
+    return lines;
+}
+
+int program_stop(const struct program *p, pid_t pid, const char *run, int number)
+{
+    char path[256];
+    int status, tries = 0;
+    snprintf(path, sizeof path, "%s/metrics.jsonl", run);
+    while (!file_exists(p, path) || count_lines(p, path) < 3) {
+        nanosleep(&(struct timespec){.tv_nsec = 5000000}, NULL);
+        if (tries++ > 12000) {
+            fail_msg("%s: no rows", run);
+        }
+    }
+    assert_int_equal(kill(pid, number), 0);
+    assert_int_equal(waitpid(pid, &status, 0), pid);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
 void assert_same_file(const struct program *p, const char *a, const char *b)

@@ -37,6 +37,10 @@ void program_expect(const struct program *p, const char *words);
 /* Starts the trainer (or mpirun) in the background with base.toml. */
 pid_t program_start(const struct program *p, int ranks, const char *arguments);
 
+/* Waits until a run has written some rows (the limit only bounds a failure), sends it a signal and returns its exit
+ * status; -1 if the signal killed it. */
+int program_stop(const struct program *p, pid_t pid, const char *run, int number);
+
 /* Files below the folder, byte for byte. */
 void assert_same_file(const struct program *p, const char *a, const char *b);
 

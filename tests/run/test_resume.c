@@ -4,9 +4,6 @@
 #include <signal.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/wait.h>
-#include <time.h>
-#include <unistd.h>
 
 static const char state_file[] = "checkpoints/step_00000010/train_state/optimizer.safetensors";
 
@@ -114,32 +111,13 @@ static void test_a_locked_folder_is_refused(void **state)
     program_expect(p, "in use by another run");
 }
 
-/* Waits until the background run has written some rows; the limit only bounds a failure. */
-static void wait_for_rows(const struct program *p, const char *name)
-{
-    char path[256];
-    snprintf(path, sizeof path, "%s/metrics.jsonl", name);
-    for (int i = 0; i < 6000; i++) {
-        nanosleep(&(struct timespec){.tv_nsec = 10000000}, NULL);
-        if (file_exists(p, path) && metrics_rows(p, name) >= 3) {
-            return;
-        }
-    }
-    fail_msg("%s: no rows", name);
-}
-
 static void stop_by(struct program *p, int ranks, int number, const char *name)
 {
     char arguments[256];
-    int status;
     snprintf(arguments, sizeof arguments, "--run.out={}/%s --run.steps=100000 --schedule.kind=constant --eval.every=0",
              name);
     pid_t pid = program_start(p, ranks, arguments);
-    wait_for_rows(p, name);
-    assert_int_equal(kill(pid, number), 0);
-    assert_int_equal(waitpid(pid, &status, 0), pid);
-    assert_true(WIFEXITED(status));
-    assert_int_equal(WEXITSTATUS(status), 4);
+    assert_int_equal(program_stop(p, pid, name, number), 4);
     assert_verdict(p, name, "healthy", false);
     /* The checkpoint is of the last update made: the same command goes on after it. */
     int rows = metrics_rows(p, name);
@@ -173,13 +151,10 @@ static void test_a_killed_run_goes_on(void **state)
     static const char options[] = "--run.steps=60 --checkpoint.every=2 --checkpoint.keep=2";
     struct program *p = *state;
     char arguments[256];
-    int status;
     EXITS(0, p, program_train(p, 1, "--run.out={}/whole %s", options));
     snprintf(arguments, sizeof arguments, "--run.out={}/killed %s", options);
     pid_t pid = program_start(p, 1, arguments);
-    wait_for_rows(p, "killed");
-    assert_int_equal(kill(pid, SIGKILL), 0);
-    assert_int_equal(waitpid(pid, &status, 0), pid);
+    assert_int_equal(program_stop(p, pid, "killed", SIGKILL), -1);
     EXITS(0, p, program_train(p, 1, "%s", arguments));
     assert_same_metrics(p, "whole", "killed", "metrics.jsonl", 1);
     assert_same_file(p, "whole/checkpoints/step_00000060/model.safetensors",

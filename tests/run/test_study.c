@@ -2,6 +2,7 @@
 #include "core/file.h"
 #include "tests/run/program.h"
 
+#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -111,6 +112,26 @@ static void test_partner_rule(void **state)
     assert_same_metrics(p, "partner/arm_low/seed_1", "partner_2/arm_low/seed_1", "metrics.jsonl", 1);
 }
 
+/* A signal stops the study in the middle of an arm; the same command skips, resumes and ends as if there had been none.
+ */
+static void test_a_stopped_study_goes_on(void **state)
+{
+    static const char options[] = "--run.mode=study '--study.arms={}/arm_*.toml' --study.reference=arm_plain "
+                                  "--run.steps=150 --eval.every=0";
+    struct program *p = *state;
+    char arguments[256];
+    EXITS(0, p, program_train(p, 1, "--run.out={}/unbroken %s", options));
+    snprintf(arguments, sizeof arguments, "--run.out={}/broken %s", options);
+    pid_t pid = program_start(p, 1, arguments);
+    assert_int_equal(program_stop(p, pid, "broken/arm_low/seed_1", SIGTERM), 4);
+    assert_verdict(p, "broken/arm_low/seed_1", "healthy", false);
+    EXITS(0, p, program_train(p, 1, "%s", arguments));
+    program_expect(p, "arm_plain/seed_1: finished before, skipped");
+    assert_same_metrics(p, "unbroken/arm_low/seed_1", "broken/arm_low/seed_1", "metrics.jsonl", 1);
+    assert_same_file(p, "unbroken/arm_low/seed_1/checkpoints/step_00000150/model.safetensors",
+                     "broken/arm_low/seed_1/checkpoints/step_00000150/model.safetensors");
+}
+
 static void test_wrong_studies(void **state)
 {
     struct program *p = *state;
@@ -146,6 +167,7 @@ int main(void)
         cmocka_unit_test(test_from_a_checkpoint),
         cmocka_unit_test(test_diverged_arms_are_verdicts_too),
         cmocka_unit_test(test_partner_rule),
+        cmocka_unit_test(test_a_stopped_study_goes_on),
         cmocka_unit_test(test_wrong_studies),
     };
     return cmocka_run_group_tests(tests, setup, program_teardown);
