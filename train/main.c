@@ -115,7 +115,8 @@ static enum status run(struct comm *comm, struct config *config, int argc, char 
     TRY(ranks_agree(comm, device_open(&device, config->device)));
     TRY(ranks_agree(comm, plan_check(config, comm->size)));
     if (arguments.dry_run) {
-        return plan_print(config, comm, &device, stdout);
+        TRY(plan_print(config, comm, &device, stdout));
+        return config->run.mode == MODE_STUDY ? ranks_agree(comm, study_print(config, comm)) : OK;
     }
     signals_install();
     return run_mode(config, comm, &device);

@@ -311,6 +311,20 @@ static enum status run_all(struct study *study)
     return ranks_agree(study->comm, study->comm->rank == 0 ? print_summary(study, seeds, n_seeds) : OK);
 }
 
+enum status study_print(const struct config *config, struct comm *comm)
+{
+    struct study study = {.base = config, .comm = comm, .arms = calloc(ARMS_MAX, sizeof *study.arms)};
+    enum status status = study.arms == NULL ? status_fail(ERR_NOMEM, "no memory for the arms of a study") : OK;
+    if (status == OK) {
+        status = read_arms(&study);
+    }
+    if (status == OK && comm->rank == 0) {
+        print_differences(&study);
+    }
+    free(study.arms);
+    return status;
+}
+
 enum status study_run(const struct config *config, struct comm *comm, const struct device *device, double deadline_s)
 {
     struct study study = {.base = config, .comm = comm, .device = device, .deadline_s = deadline_s};

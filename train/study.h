@@ -9,3 +9,6 @@
  * a verdict, diverged ones included. All ranks call it. */
 MUST_CHECK enum status study_run(const struct config *config, struct comm *comm, const struct device *device,
                                  double deadline_s);
+
+/* --dry-run of a study: checks every arm as study_run would and prints their differences. */
+MUST_CHECK enum status study_print(const struct config *config, struct comm *comm);

@@ -70,6 +70,9 @@ static void test_bad_data(void **state)
     EXITS(1, p, program_train(p, 1, "--run.out={}/bad --model.vocab=256"));
     program_expect(p, "train.tok.zst");
     EXITS(1, p, program_train(p, 1, "--run.out={}/bad --data.seq_len=2000000 --device.recompute=block"));
+    /* A machine that refuses is another matter. */
+    EXITS(2, p, program_train(p, 1, "--run.out=/proc/gpt8b"));
+    program_expect(p, "/proc/gpt8b");
 }
 
 static void test_dry_run_tells_the_plan_and_writes_nothing(void **state)

@@ -150,6 +150,22 @@ static void test_wrong_studies(void **state)
                         "--run.out={}/w --run.mode=study '--study.arms={}/arm_*.toml {}/bad.toml' "
                         "--study.reference=arm_plain"));
     program_expect(p, "bad.toml:2: optim.lr: an arm may set [attention] and [linear] only");
+    /* --dry-run finds it too, and an arm whose keys do not fit together. */
+    EXITS(1, p,
+          program_train(p, 1,
+                        "--dry-run --run.mode=study '--study.arms={}/arm_*.toml {}/bad.toml' "
+                        "--study.reference=arm_plain"));
+    write_arm(p, "bad.toml", "[attention]\nqk = \"bf16\"\npv = \"mxfp4\"\nsink_keys_fp8 = 33\n");
+    EXITS(1, p,
+          program_train(p, 1,
+                        "--dry-run --run.mode=study '--study.arms={}/arm_*.toml {}/bad.toml' "
+                        "--study.reference=arm_plain"));
+    program_expect(p, "sink_keys_fp8");
+    EXITS(0, p,
+          program_train(p, 1,
+                        "--dry-run --run.mode=study '--study.arms={}/arm_*.toml' "
+                        "--study.reference=arm_plain"));
+    program_expect(p, "attention.pv: \"bf16\" -> \"mxfp4\"");
     assert_false(file_exists(p, "w/arm_plain"));
 }
 
