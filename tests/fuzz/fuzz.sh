@@ -17,7 +17,8 @@ ${MAKE:-make} BUILD=fuzz OUT=build/fuzz MPI=0 CUDA=0 fuzzers
 
 # Targets write their inputs into the folder that they run in: in memory if possible.
 scratch=$(mktemp -d -p "$([ -w /dev/shm ] && echo /dev/shm || echo /tmp)" gpt8b-fuzz-XXXXXX)
-trap 'rm -rf "$scratch"' EXIT INT TERM
+trap 'rm -rf "$scratch"' EXIT
+trap 'exit 130' INT TERM
 cd "$scratch"
 
 if [ "$1" = replay ]; then
@@ -35,7 +36,7 @@ for target in "$@"; do
     rm -rf "$seeds" "$seeds.dict"
     mkdir -p "$seeds" "$corpus" "$out/findings"
     "$program" --seeds="$seeds"
-    # Nothing that is read here may take 64 MB or a second: inputs have at most 16 KB.
+    # Inputs have at most 16 KB: nothing that is read here may take 64 MB at once, or ten seconds.
     if "$program" -seed=1 -max_total_time="$seconds" -max_len=16384 -timeout=10 -rss_limit_mb=1024 \
         -malloc_limit_mb=64 -print_final_stats=1 -artifact_prefix="$out/findings/$target-" \
         $([ -f "$seeds.dict" ] && echo "-dict=$seeds.dict") "$corpus" "$seeds" >"$log" 2>&1; then

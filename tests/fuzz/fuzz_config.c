@@ -4,6 +4,7 @@
 #include "tests/fuzz/fuzz.h"
 #include "train/config.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -32,7 +33,21 @@ static struct parts cut(const uint8_t *data, size_t n)
     return parts;
 }
 
-/* Each value is what its text says. */
+/* A number lies in the range of its row of the table (FP32 rounds the ends). */
+static void check_range(const struct config *config, const struct config_key *key)
+{
+    const void *field = (const char *)config + key->offset;
+    double value = key->min;
+    if (key->type == KEY_INT) {
+        value = key->bytes == 4 ? (double)*(const int32_t *)field : (double)*(const int64_t *)field;
+    } else if (key->type == KEY_REAL) {
+        value = key->bytes == 4 ? (double)*(const float *)field : *(const double *)field;
+    }
+    ASSERT(value >= key->min - fabs(key->min) * 1e-7);
+    ASSERT((key->type != KEY_INT && key->type != KEY_REAL) || value <= key->max + fabs(key->max) * 1e-7);
+}
+
+/* Each value is in its range and what its text says. */
 static void check_values(const struct config *config)
 {
     static const struct config_place file = {.source = "copy", .folder = "", .line = 1, .quoted = true};
@@ -41,6 +56,7 @@ static void check_values(const struct config *config)
     config_init(copy);
     for (int i = 0; i < config_key_count; i++) {
         const struct config_key *key = &config_keys[i];
+        check_range(config, key);
         config_value_print(config, key, text, sizeof text);
         ASSERT(config_value_set(copy, key, text, &file) == OK);
         config_value_print(copy, key, again, sizeof again);
@@ -175,6 +191,10 @@ void fuzz_seeds(const char *folder)
     static const char *const overrides[] = {
         "",
         "|optim.betas=[0.9, 0.95]|run.name=x",
+        "|model.layers=1001",
+        "|optim.lr=1e9",
+        "|dist.zero=1",
+        "|study.seeds=[1,]",
         "|study.seeds=[1, 2, 3]|run.tokens=1_000|run.steps=0",
         "|attention.bwd_p=fp8|model.tied=true|checkpoint.resume=auto",
         "|{\"run.seed\": \"1\", \"model.layers\": \"3\"}",
@@ -189,6 +209,8 @@ void fuzz_seeds(const char *folder)
         fuzz_seed(folder, name, text, (size_t)n);
     }
     fuzz_seed(folder, "file", base, sizeof base - 1);
+    int n = snprintf(text, sizeof text, "%s\xff\xffrun.out=%01100d", base, 0);
+    fuzz_seed(folder, "long_path", text, (size_t)n);
     add_words(folder);
     /* All keys at once, as a run writes them. */
     struct config *config = malloc(sizeof *config);

@@ -106,17 +106,34 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
     return 0;
 }
 
-/* The same files by a name that leaves the checkpoint and comes back: to be refused. */
-static void seed_outside(const char *folder, const char *manifest)
+/* The manifest with another path and size of its first file: to be refused. */
+static void seed_changed(const char *folder, const char *manifest, const char *name, const char *path, json_int_t bytes)
 {
     json_t *root = json_loads(manifest, 0, NULL);
     json_t *file = json_array_get(json_object_get(root, "files"), 0);
-    char path[128];
-    snprintf(path, sizeof path, "../%s/%s", strrchr(step, '/') + 1, json_string_value(json_object_get(file, "path")));
     json_object_set_new(file, "path", json_string(path));
+    json_object_set_new(file, "bytes", json_integer(bytes));
     char *text = json_dumps(root, JSON_INDENT(2));
-    fuzz_seed(folder, "outside", text, strlen(text));
+    fuzz_seed(folder, name, text, strlen(text));
     free(text);
+    json_decref(root);
+}
+
+/* Names that leave the checkpoint and come back, or are no files. */
+static void seed_refused(const char *folder, const char *manifest)
+{
+    struct stat info;
+    char inside[128], outside[128];
+    json_t *root = json_loads(manifest, 0, NULL);
+    const json_t *file = json_array_get(json_object_get(root, "files"), 0);
+    const char *name = json_string_value(json_object_get(file, "path"));
+    json_int_t bytes = json_integer_value(json_object_get(file, "bytes"));
+    snprintf(outside, sizeof outside, "../%s/%s", strrchr(step, '/') + 1, name);
+    seed_changed(folder, manifest, "outside", outside, bytes);
+    snprintf(inside, sizeof inside, "%s/x", name);
+    seed_changed(folder, manifest, "below_file", inside, bytes);
+    ASSERT(stat(step, &info) == 0);
+    seed_changed(folder, manifest, "folder", ".", info.st_size);
     json_decref(root);
 }
 
@@ -126,7 +143,7 @@ void fuzz_seeds(const char *folder)
     save();
     char *manifest = load(manifest_path, &n);
     fuzz_seed(folder, "manifest", manifest, n);
-    seed_outside(folder, manifest);
+    seed_refused(folder, manifest);
     manifest[n] = (char)0xff;
     memcpy(manifest + n + 1, state, state_bytes);
     fuzz_seed(folder, "with_state", manifest, n + 1 + state_bytes);

@@ -167,6 +167,7 @@ void fuzz_seeds(const char *folder)
     seed_file(folder, "four", entries, 4);
     /* Refused ones, close to limits that mutations seldom reach. */
     static const char *const refused[] = {
+        "\1\0\0[]",
         "\1\0\0{\"a\":{\"dtype\":\"U8\",\"shape\":[4294967296,4294967296],\"data_offsets\":[0,0]}}",
         "\1\4\0{\"a\":{\"dtype\":\"F32\",\"shape\":[4611686018427387905],\"data_offsets\":[0,4]}}",
         "\1\4\0{\"a\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[9223372036854775804,9223372036854775807]}}",

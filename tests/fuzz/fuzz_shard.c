@@ -62,6 +62,7 @@ struct recipe {
     bool content_size, checksum;
     int length_change; /* of the last frame, in bytes */
     uint32_t damage_at, damage;
+    uint64_t claim;  /* of tokens in the header, with the frames that go with them; 0: as many as there are */
     size_t stuffing; /* zeros behind the last frame's bytes, within its place in the table */
     struct fuzz_bytes rest;
 };
@@ -83,6 +84,7 @@ static struct recipe recipe_take(struct fuzz_bytes *bytes)
         r.damage = (uint32_t)fuzz_take(bytes, 1);
     }
     r.stuffing = flags & 64 ? (size_t)fuzz_take(bytes, 2) * 8 : 0;
+    r.claim = (flags & 0x90) == 0x10 ? fuzz_take(bytes, 8) : 0;
     r.rest = *bytes;
     return r;
 }
@@ -119,7 +121,7 @@ static int32_t *recipe_make(const struct recipe *r, struct file_bytes *file)
         bytes_put(file->data + fields[i][0], (int)fields[i][1], fields[i][2]);
     }
     file->n = 64 + 16 * frames;
-    bool right = r->content_size && r->length_change == 0 && r->damage == 0 && r->stuffing == 0;
+    bool right = r->content_size && r->length_change == 0 && r->damage == 0 && r->stuffing == 0 && r->claim == 0;
     for (uint32_t f = 0; f < frames; f++) {
         uint32_t left = r->tokens - f * FRAME;
         long n = (long)(left < FRAME ? left : FRAME) * r->width + (f + 1 == frames ? r->length_change : 0);
@@ -129,6 +131,10 @@ static int32_t *recipe_make(const struct recipe *r, struct file_bytes *file)
     size_t frame_bytes = file->n - 64 - 16 * frames;
     file->n += r->stuffing;
     bytes_put(file->data + 40, 8, file->n);
+    if (r->claim != 0) {
+        bytes_put(file->data + 24, 8, r->claim);
+        bytes_put(file->data + 32, 8, r->claim / FRAME + (r->claim % FRAME != 0));
+    }
     file->data[64 + 16 * frames + r->damage_at % frame_bytes] ^= (unsigned char)r->damage;
     shard_repair(file);
     int32_t *tokens = right ? malloc(r->tokens * sizeof *tokens) : NULL;
@@ -204,6 +210,7 @@ void fuzz_seeds(const char *folder)
         {"long_last", {2, 4, 10, 0x40, 1, 5, 7, 0}},
         {"no_content_size", {2, 1, 0x40, 1, 5, 7, 0}},
         {"stuffed", {2, 64, 0x40, 1, 5, 0xff, 0x7f, 7, 0}},
+        {"claims_much", {2, 16, 0x40, 1, 5, 0, 0, 0, 0, 0, 0, 0, 0x80, 7, 0}},
         {"damaged_block", {2, 32, 0x40, 1, 200, 9, 0, 255, 7, 0, 5, 0, 3}},
         {"damaged_checksum", {2, 32 + 2, 0x40, 1, 200, 12, 0, 255, 7, 0}},
     };
