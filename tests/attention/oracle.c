@@ -1,4 +1,5 @@
-/* tests/attention: the forward of docs/numerics.md, sections 1 to 5, in slow FP64. See oracle.h. */
+/* tests/attention: the forward of docs/numerics.md, sections 1 to 6, in slow FP64. See oracle.h.
+ * One long file on purpose: it is read beside the law, in the law's order, and nothing in it is meant to be reused. */
 #include "tests/attention/oracle.h"
 
 #include <math.h>
