@@ -10,8 +10,8 @@
  *                              (inputs)         stochastic             them; x to nearest, dy stochastic
  *
  * Scales are current: FP8's power of two and NVFP4's G come from the amax of the operand of this call. A fused matrix
- * (q|k|v, gate|up) is one operand. A call is one sample, so no scale spans samples. A short last group of
- * tokens is quantised as it is, without the transform.
+ * (q|k|v, gate|up) is one operand. A call is one sample, so no scale spans samples. A short last group of tokens
+ * is quantised as it is, without the transform.
  * An operand with a NaN or Inf becomes NaN as a whole: FP4 has no code for it and must not hide it. */
 #pragma once
 

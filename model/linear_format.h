@@ -1,5 +1,5 @@
-/* model: the represented values of a projection's operands. Used by linear_cpu.c and by tests that restate a product in
- * FP64 from the same values. Outputs are exact in BF16; an input with a NaN or Inf gives NaN everywhere. */
+/* model: the represented values of a projection's operands. Outputs are exact in BF16; an input with a NaN or Inf gives
+ * NaN everywhere. */
 #pragma once
 
 #include "core/tensor.h"

@@ -65,8 +65,7 @@ struct model_backward {
 };
 void model_backward(struct model *model, const struct model_backward *b);
 
-/* Logits of the last position block, for tests and export checks: (rows, V) FP32 of the given token rows of the last
- * forward's final hidden state. */
+/* Logits (rows, V) FP32 of some of the B T token rows of the last forward, for tests and export checks. */
 void model_logits(struct model *model, int64_t first_row, int64_t rows, float *logits);
 
 /* Statistics of attention by layer, added since the last model_stats_reset. Length: layers. */
@@ -74,7 +73,7 @@ const struct attention_stats *model_stats(const struct model *model);
 void model_stats_reset(struct model *model);
 
 /* FLOPs of a training token, forward and backward: 6 (N - embedding) + 12 L heads head_dim T (PaLM's count; the paper's
- * 51.47 G for 8B at T 4096). */
+ * 51.47 G for 8B at T 4096). A tied matrix is multiplied as the head and counts. */
 double model_flops_per_token(const struct model_config *config, const struct param_list *params, int64_t tokens);
 
 /* A table of layer -> format of each projection, into the log. */

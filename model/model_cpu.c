@@ -52,7 +52,7 @@ static struct head_view view(bf16 *data, int64_t tokens, int64_t stride, int64_t
         .data = data, .batch_stride = tokens * stride, .token_stride = stride, .head_stride = head_dim};
 }
 
-/* The norms of Q's and of K's heads: first = 0 and `heads` heads, then those of K behind them. */
+/* The norm of Q's heads (first = 0) or of K's, which lie behind them. */
 static void norm_heads(const struct model *m, const struct block *k, int64_t rows, int64_t first, int64_t heads,
                        size_t gain, float *inv)
 {

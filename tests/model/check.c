@@ -5,6 +5,9 @@
 #include "tests/test.h"
 
 #include <math.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 
 void fill_bf16(bf16 *x, int64_t n, uint64_t stream, float scale)
 {
@@ -71,4 +74,13 @@ double central_difference(double (*f)(const void *), const void *context, double
     double below = f(context);
     *x = old;
     return (above - below) / (2 * h);
+}
+
+void use_threads(int n)
+{
+#ifdef _OPENMP
+    omp_set_num_threads(n);
+#else
+    (void)n;
+#endif
 }

@@ -19,3 +19,7 @@ void bf16_to_double(const bf16 *x, double *y, int64_t n);
 
 /* d f / d x[i] by a central difference with step h; x[i] is put back. */
 double central_difference(double (*f)(const void *), const void *context, double *x, double h);
+
+/* OpenMP threads from here on; builds without OpenMP (ThreadSanitizer) stay on one. Models as small as those of these
+ * tests run fastest on one. */
+void use_threads(int n);

@@ -4,7 +4,6 @@
 #include "model/linear.h"
 
 #include "core/rng.h"
-#include "model/linear_format.h"
 #include "tests/model/check.h"
 #include "tests/model/represent.h"
 

@@ -1,4 +1,5 @@
 /* The model's contract at its edges: ignored targets, non-finite weights, the order of notifications, refusals. */
+#include "tests/model/check.h"
 #include "tests/model/fixture.h"
 
 #include "tests/test.h"
@@ -227,5 +228,6 @@ int main(void)
         cmocka_unit_test(test_a_layer_that_stays_bf16_really_does),
         cmocka_unit_test(test_plan_refuses_what_cannot_run),
     };
+    use_threads(1);
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

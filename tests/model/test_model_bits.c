@@ -1,10 +1,10 @@
 /* What must not change a bit: recomputation, threads, which samples share a call, how gradients are accumulated. */
+#include "tests/model/check.h"
 #include "tests/model/fixture.h"
 
 #include "tests/test.h"
 
 #include <math.h>
-#include <omp.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -63,8 +63,7 @@ enum { FORMATS = sizeof formats / sizeof *formats };
 static float *gradient_of_batch(enum linear_format format, enum recompute recompute, int threads,
                                 struct model_loss *loss)
 {
-    int before = omp_get_max_threads();
-    omp_set_num_threads(threads);
+    use_threads(threads);
     struct fixture f;
     open_format(&f, format, recompute, SAMPLES);
     struct data d = data_make(f.config.vocab);
@@ -73,7 +72,7 @@ static float *gradient_of_batch(enum linear_format format, enum recompute recomp
     float *grads = f.grads;
     f.grads = NULL;
     fixture_close(&f);
-    omp_set_num_threads(before);
+    use_threads(1);
     return grads;
 }
 
@@ -207,5 +206,6 @@ int main(void)
         cmocka_unit_test(test_logits_do_not_depend_on_the_rows_asked_for),
         cmocka_unit_test(test_statistics_do_not_count_recomputation),
     };
+    use_threads(1);
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
