@@ -1,4 +1,5 @@
 /* Shapes, layouts and hard inputs: what must hold in every route, whatever its formats. */
+#include "attention/attention_cpu.h"
 #include "tests/attention/cases.h"
 #include "tests/attention/oracle.h"
 #include "tests/test.h"
@@ -329,6 +330,46 @@ static void test_forward_without_saved_state(void **state)
     }
 }
 
+/* The online anchor moves sums and outputs by powers of two, those of the exact P too, which only backward shows. */
+static void test_key_tiles_change_no_bit_of_the_gradients(void **state)
+{
+    (void)state;
+    static const enum backward_preset presets[] = {BWD_REPRESENTED, BWD_RECENTRED, BWD_EXACT_STAT};
+    struct attention_shape shape = shape_of(1, 150, 2, 1, 32);
+    for (int p = 0; p < 3; p++) {
+        struct attention_recipe recipe = recipe_of(PV_MXFP4, presets[p]);
+        struct attention_case c;
+        case_open(&c, &shape, &recipe, INPUT_PEAKY3, 15);
+        case_forward(&c);
+        case_backward(&c);
+        struct result whole = result_of(&c);
+        for (int tile = 32; tile <= 128; tile *= 2) {
+            struct attention_cpu_options options = ATTENTION_CPU_DEFAULT;
+            options.key_tile = tile;
+            struct head_view wide = {.token_stride = 2 * 32, .head_stride = 32};
+            struct head_view narrow = {.token_stride = 32, .head_stride = 32};
+            struct attention_fwd call = {.shape = shape,
+                                         .recipe = &recipe,
+                                         .q = wide,
+                                         .k = narrow,
+                                         .v = narrow,
+                                         .out = wide,
+                                         .lse_log2 = c.lse_log2,
+                                         .saved = c.saved,
+                                         .scratch = c.scratch};
+            call.q.data = c.q;
+            call.k.data = c.k;
+            call.v.data = c.v;
+            call.out.data = c.out;
+            attention_fwd_cpu_with(&call, &options);
+            case_backward(&c);
+            assert_same_bits(&whole, &c, 0);
+        }
+        result_close(&whole);
+        case_close(&c);
+    }
+}
+
 /* ---- hard inputs
  * ----------------------------------------------------------------------------------------------------------- */
 
@@ -485,6 +526,7 @@ int main(void)
         cmocka_unit_test(test_slices_of_a_fused_projection_give_the_same_bits),
         cmocka_unit_test(test_sequences_of_a_batch_and_threads_do_not_matter),
         cmocka_unit_test(test_forward_without_saved_state),
+        cmocka_unit_test(test_key_tiles_change_no_bit_of_the_gradients),
         cmocka_unit_test(test_zero_dout_gives_exact_zeros),
         cmocka_unit_test(test_gradients_are_homogeneous_in_dout),
         cmocka_unit_test(test_nan_and_infinity_are_counted),
