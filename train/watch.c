@@ -376,6 +376,30 @@ json_t *watch_save(const struct watch *w)
 
 static const char state_name[] = "divergence watch state";
 
+/* Far above any loss and norm, far below where their differences and products overflow. */
+static const double number_max = 1e100;
+static const int64_t updates_max = 1000000000000000; /* that a configuration can ask for */
+
+static enum status read_update(const json_t *state, const char *key, int64_t last, int64_t *value)
+{
+    TRY(json_get_int(state, state_name, key, value));
+    if (*value < 0 || *value > last) {
+        return status_fail(ERR_DATA, "%s: %s: expected an update in 0 .. %lld, found %lld", state_name, key,
+                           (long long)last, (long long)*value);
+    }
+    return OK;
+}
+
+static enum status read_number(const json_t *state, const char *key, double min, double *value)
+{
+    TRY(json_get_double(state, state_name, key, value));
+    if (!(*value >= min && *value <= number_max)) {
+        return status_fail(ERR_DATA, "%s: %s: expected a number in %g .. %g, found %g", state_name, key, min,
+                           number_max, *value);
+    }
+    return OK;
+}
+
 static enum status read_rows(struct watch *w, const json_t *rows)
 {
     size_t n = json_array_size(rows);
@@ -389,7 +413,9 @@ static enum status read_rows(struct watch *w, const json_t *rows)
         bool ascends =
             i == 0 || json_integer_value(update) > json_integer_value(json_array_get(json_array_get(rows, i - 1), 0));
         if (json_array_size(row) != 3 || !json_is_integer(update) || !json_is_number(loss) || !json_is_number(norm) ||
-            !ascends || json_integer_value(update) > w->last_update) {
+            !ascends || json_integer_value(update) < 0 || json_integer_value(update) > w->last_update ||
+            fabs(json_number_value(loss)) > number_max || !(json_number_value(norm) >= 0) ||
+            json_number_value(norm) > number_max) {
             return status_fail(ERR_DATA, "%s: rows[%zu]: expected [update, loss, norm], updates ascending to %lld",
                                state_name, i, (long long)w->last_update);
         }
@@ -407,6 +433,10 @@ static enum status read_verdict(struct watch *w, const json_t *state)
     const char *reason = NULL;
     TRY(json_get_string(state, state_name, "verdict", &name));
     TRY(json_get_string(state, state_name, "reason", &reason));
+    if (strlen(reason) >= sizeof w->reason) { /* a cut could fall inside a letter, and JSON takes whole ones only */
+        return status_fail(ERR_DATA, "%s: reason of %zu bytes, expected at most %zu", state_name, strlen(reason),
+                           sizeof w->reason - 1);
+    }
     for (int v = 0; verdict_names[v] != NULL; v++) {
         if (strcmp(name, verdict_names[v]) == 0) {
             set_verdict(w, (enum verdict)v);
@@ -424,22 +454,24 @@ enum status watch_restore(struct watch *watch, const json_t *state)
     const struct {
         const char *key;
         int64_t *value;
-    } integers[] = {{"last_update", &w->last_update},    {"trouble_since", &w->trouble_since},
-                    {"trouble_last", &w->trouble_last},  {"rise_since", &w->rise_since},
-                    {"burst_since", &w->burst_since},    {"burst_last", &w->burst_last},
-                    {"partner_since", &w->partner_since}};
+    } updates[] = {{"trouble_since", &w->trouble_since}, {"trouble_last", &w->trouble_last},
+                   {"rise_since", &w->rise_since},       {"burst_since", &w->burst_since},
+                   {"burst_last", &w->burst_last},       {"partner_since", &w->partner_since}};
     enum status status = read_verdict(w, state);
-    for (size_t i = 0; status == OK && i < sizeof integers / sizeof integers[0]; i++) {
-        status = json_get_int(state, state_name, integers[i].key, integers[i].value);
+    if (status == OK) {
+        status = read_update(state, "last_update", updates_max, &w->last_update);
+    }
+    for (size_t i = 0; status == OK && i < sizeof updates / sizeof updates[0]; i++) {
+        status = read_update(state, updates[i].key, w->last_update, updates[i].value);
     }
     if (status == OK) {
-        status = json_get_double(state, state_name, "last_norm", &w->last_norm);
+        status = read_number(state, "last_norm", 0, &w->last_norm);
     }
     if (status == OK) {
-        status = json_get_double(state, state_name, "rise_peak", &w->rise_peak);
+        status = read_number(state, "rise_peak", -number_max, &w->rise_peak);
     }
     if (status == OK && json_object_get(state, "best") != NULL) {
-        status = json_get_double(state, state_name, "best", &w->best);
+        status = read_number(state, "best", -number_max, &w->best);
     }
     if (status == OK) {
         status = read_rows(w, json_object_get(state, "rows"));

@@ -469,6 +469,27 @@ static void test_a_damaged_state_is_refused(void **state)
         assert_int_equal(watch_restore(watch, bad), ERR_DATA);
         json_decref(bad);
     }
+    /* Numbers that no run gives, and that later updates could not compute with. */
+    const struct {
+        const char *key;
+        json_t *value; /* owns */
+    } beyond[] = {{"last_update", json_integer(-1)},
+                  {"last_update", json_integer(INT64_MAX)},
+                  {"trouble_since", json_integer(51)},
+                  {"burst_last", json_integer(INT64_MIN)},
+                  {"last_norm", json_real(-1)},
+                  {"rise_peak", json_real(1e308)},
+                  {"best", json_real(-1e308)},
+                  {"rows", json_pack("[[i, f, f]]", -1, 2.0, 1.0)},
+                  {"rows", json_pack("[[i, f, f]]", 1, 1e308, 1.0)},
+                  {"rows", json_pack("[[i, f, f]]", 1, 2.0, -1.0)},
+                  {"reason", json_sprintf("%0256d", 0)}};
+    for (size_t k = 0; k < sizeof beyond / sizeof beyond[0]; k++) {
+        json_t *bad = json_deep_copy(good);
+        json_object_set_new(bad, beyond[k].key, beyond[k].value);
+        assert_int_equal(watch_restore(watch, bad), ERR_DATA);
+        json_decref(bad);
+    }
     json_t *after = watch_save(watch);
     assert_true(json_equal(good, after)); /* a refused state changes nothing */
     json_decref(after);
