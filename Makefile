@@ -63,7 +63,7 @@ SOURCES := $(filter-out train/main.c $(if $(filter 0,$(MPI)),dist/comm_mpi.c),$(
 ifeq ($(BUILD),fuzz)
 # The readers of files, and what they call.
 SOURCES := $(wildcard core/status.c core/log.c core/file.c core/json.c data/shard*.c checkpoint/*.c train/config*.c \
-             attention/recipe.c model/model_config.c optim/schedule.c)
+             train/watch.c attention/recipe.c model/model_config.c optim/schedule.c)
 endif
 KERNELS := $(if $(filter 1,$(CUDA)),$(foreach r,$(ROOMS),$(wildcard $(r)/*.cu)))
 OBJECTS := $(SOURCES:%.c=$(OUT)/%.o) $(KERNELS:%.cu=$(OUT)/%.cu.o)
