@@ -71,8 +71,7 @@ const char *attention_refuses_cpu(const struct attention_shape *shape, const str
     return attention_recipe_refusal(recipe, (int)shape->head_dim);
 }
 
-/* ---- scratch: a few lanes, each working through its share of the units
- * ------------------------------------------------ */
+/* ---- scratch: a few lanes, each working through its share of the units ------------------------------------ */
 
 int64_t attention_units(const struct attention_shape *shape)
 {

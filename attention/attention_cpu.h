@@ -47,7 +47,7 @@ static inline int64_t attention_whole_blocks(int64_t n)
     return (n + ATTENTION_BLOCK - 1) / ATTENTION_BLOCK * ATTENTION_BLOCK;
 }
 
-/* ---- memory ----------------------------------------------------------------------------------------------------- */
+/* ---- memory ----------------------------------------------------------------------------------------------- */
 
 /* Takes 64-byte aligned pieces of one block; with base NULL it only counts. */
 struct carve {
@@ -94,7 +94,7 @@ struct value_operand {
     int64_t block;          /* length of that block */
 };
 
-/* ---- operands (attention_cpu_operands.c) ------------------------------------------------------------------------- */
+/* ---- operands (attention_cpu_operands.c) ------------------------------------------------------------------ */
 
 struct rows head_rows(const struct head_view *view, int64_t batch, int64_t head);
 

@@ -39,7 +39,7 @@ size_t attention_bwd_lane_bytes(const struct attention_shape *shape, const struc
     return carve.used;
 }
 
-/* ---- operands ---------------------------------------------------------------------------------------------------- */
+/* ---- operands --------------------------------------------------------------------------------------------- */
 
 static struct rows saved_head(bf16 *saved, int64_t head, const struct bwd_unit *u)
 {
@@ -148,7 +148,7 @@ static void choose_lifts(struct bwd_unit *u, int64_t first_head, int64_t heads)
     }
 }
 
-/* ---- products of a block: scores and dP */
+/* ---- products of a block: scores and dP ------------------------------------------------------------------- */
 
 static void scores(const struct bwd_unit *u, const struct row_block *b)
 {
@@ -197,8 +197,7 @@ static void dprobability(const struct bwd_unit *u, const struct row_block *b)
     }
 }
 
-/* ---- products of the gradients
- * ------------------------------------------------------------------------------------------- */
+/* ---- products of the gradients ---------------------------------------------------------------------------- */
 
 /* dV += P^T dO', dK += dS^T Q, in partial sums of 32 query rows. */
 static void accumulate(const struct bwd_unit *u, const struct row_block *b)

@@ -149,8 +149,7 @@ void bwd_probabilities(const struct bwd_unit *u, const struct row_block *b)
     }
 }
 
-/* ---- the statistic r
- * ------------------------------------------------------------------------------------------------------ */
+/* ---- the statistic r -------------------------------------------------------------------------------------- */
 
 static double dot_bf16(const bf16 *x, const bf16 *y, int64_t n)
 {
@@ -193,8 +192,7 @@ static float row_statistic(const struct bwd_unit *u, const struct row_block *b, 
     return 0;
 }
 
-/* ---- dS
- * ---------------------------------------------------------------------------------------------------------------- */
+/* ---- dS --------------------------------------------------------------------------------------------------- */
 
 /* Sums of one row in 32 interleaved parts. Loops of 32 are what compilers vectorise; shorter ones they unroll first. */
 enum { LANES = 32 };

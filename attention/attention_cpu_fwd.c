@@ -73,7 +73,7 @@ size_t attention_fwd_lane_bytes(const struct attention_shape *shape, const struc
     return carve.used;
 }
 
-/* ---- operands ---------------------------------------------------------------------------------------------------- */
+/* ---- operands --------------------------------------------------------------------------------------------- */
 
 /* The part of a saved tensor (B, heads, T, D) that belongs to one head, or the lane's own memory. */
 static bf16 *head_of(bf16 *saved, bf16 *own, int64_t head, const struct fwd_unit *u)
@@ -140,8 +140,7 @@ static void publish_values(struct fwd_unit *u)
     }
 }
 
-/* ---- P V: acc (rows, D) += P (rows, keys) V, in partial sums of 32 keys
- * ------------------------------------------------ */
+/* ---- P V: acc (rows, D) += P (rows, keys) V, in partial sums of 32 keys ----------------------------------- */
 
 struct pv_tile {
     const float *p;
@@ -201,8 +200,7 @@ static void accumulate(const struct fwd_unit *u, const struct pv_tile *t, const 
     }
 }
 
-/* ---- one block of query rows
- * ------------------------------------------------------------------------------------------- */
+/* ---- one block of query rows ------------------------------------------------------------------------------ */
 
 struct row_block {
     int64_t head, first, rows;

@@ -15,7 +15,7 @@
 #define SAMPLED_M 110.0f
 #define SAMPLED_L 16.0f
 
-/* ---- powers of two ---------------------------------------------------------------------------------------------- */
+/* ---- powers of two ---------------------------------------------------------------------------------------- */
 
 /* 2^e for an integer e; below -126 zero, above 127 Inf; NaN gives zero. */
 static inline float pow2_of(float e)
@@ -195,8 +195,7 @@ static void produce(const struct attention_recipe *recipe, const float *x, int64
     }
 }
 
-/* ---- blocks of 32 keys: t in, represented P out
- * ---------------------------------------------------------------------- */
+/* ---- blocks of 32 keys: t in, represented P out ----------------------------------------------------------- */
 
 struct block_out {
     uint8_t *codes;     /* NULL: not wanted */

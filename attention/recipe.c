@@ -96,7 +96,7 @@ struct attention_recipe attention_recipe_bf16(void)
     return recipe;
 }
 
-/* ---- legality -------------------------------------------------------------------------------------------------- */
+/* ---- legality --------------------------------------------------------------------------------------------- */
 
 static bool pv_is_fp4(const struct attention_recipe *r)
 {

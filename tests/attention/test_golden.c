@@ -99,8 +99,7 @@ static void test_probability_rows_match_the_golden_ones(void **state)
     fclose(f);
 }
 
-/* ---- forward and backward
- * --------------------------------------------------------------------------------------------- */
+/* ---- forward and backward --------------------------------------------------------------------------------- */
 
 enum { H = 2, D = 64, T_MAX = 100, KV = T_MAX * D, Q = H * KV };
 

@@ -149,8 +149,7 @@ static void test_accurate_rounds_its_anchor_pairs_exactly(void **state)
     }
 }
 
-/* ---- block exponents
- * ----------------------------------------------------------------------------------------------------- */
+/* ---- block exponents -------------------------------------------------------------------------------------- */
 
 static struct p_row publish_constant(const struct attention_recipe *recipe, float *t, float score, float anchor)
 {

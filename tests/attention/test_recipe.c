@@ -7,8 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* ---- names and presets
- * ------------------------------------------------------------------------------------------------ */
+/* ---- names and presets ------------------------------------------------------------------------------------ */
 
 static void check_names(const char *const *names, int count, const char *last)
 {
@@ -86,8 +85,7 @@ static void test_the_printed_line_names_every_choice(void **state)
     assert_int_equal(strlen(tiny), sizeof tiny - 1);
 }
 
-/* ---- legality
- * ---------------------------------------------------------------------------------------------------------- */
+/* ---- legality --------------------------------------------------------------------------------------------- */
 
 struct refusal {
     struct attention_recipe recipe;
@@ -148,8 +146,7 @@ static void test_impossible_shapes_and_names_are_refused(void **state)
     assert_non_null(strstr(status_last_message(), "warp9"));
 }
 
-/* ---- what is legal runs
- * -------------------------------------------------------------------------------------------------- */
+/* ---- what is legal runs ----------------------------------------------------------------------------------- */
 
 enum { T = 40 };
 

@@ -116,8 +116,7 @@ static void test_head_dimensions_and_no_mask(void **state)
     }
 }
 
-/* ---- layouts
- * ------------------------------------------------------------------------------------------------------------- */
+/* ---- layouts ---------------------------------------------------------------------------------------------- */
 
 /* Runs both passes of c with tensors in another layout: element (b, t, h, d) of a tensor with `heads` heads lies at
  * base + b batch + t token + h head + d. Results are copied back to c's contiguous arrays. */
@@ -370,8 +369,7 @@ static void test_key_tiles_change_no_bit_of_the_gradients(void **state)
     }
 }
 
-/* ---- hard inputs
- * ----------------------------------------------------------------------------------------------------------- */
+/* ---- hard inputs ------------------------------------------------------------------------------------------ */
 
 static void test_zero_dout_gives_exact_zeros(void **state)
 {
