@@ -73,10 +73,11 @@ void config_init(struct config *config)
 /* "section.key" is nowhere in the table: say what the user may have meant. */
 static enum status unknown_key(const struct source *source, const char *full)
 {
+    char at[CONFIG_PATH];
+    config_place_print(&source->place, at, sizeof at);
     for (const struct config_absent *a = config_absent_keys; a->name != NULL; a++) {
         if (strcmp(a->name, full) == 0) {
-            return status_fail(ERR_UNSUPPORTED, "%s:%d: %s: %s", source->place.source, source->place.line, full,
-                               a->reason);
+            return status_fail(ERR_UNSUPPORTED, "%s: %s: %s", at, full, a->reason);
         }
     }
     char names[CONFIG_KEYS_MAX][64];
@@ -85,15 +86,16 @@ static enum status unknown_key(const struct source *source, const char *full)
         snprintf(names[i], sizeof names[i], "%s.%s", config_keys[i].section, config_keys[i].name);
         pointers[i] = names[i];
     }
-    return status_fail(ERR_CONFIG, "%s:%d: unknown key %s; the nearest is %s (--keys lists all)", source->place.source,
-                       source->place.line, full, config_nearest(full, pointers, config_key_count));
+    return status_fail(ERR_CONFIG, "%s: unknown key %s; the nearest is %s (--keys lists all)", at, full,
+                       config_nearest(full, pointers, config_key_count));
 }
 
 /* Takes one assignment into the configuration. */
 static enum status source_assign(struct source *source, const char *section, const char *name, const char *value)
 {
-    char full[FULL_NAME];
+    char full[FULL_NAME], at[CONFIG_PATH];
     snprintf(full, sizeof full, "%s.%s", section, name);
+    config_place_print(&source->place, at, sizeof at);
     if (section[0] == '\0') {
         return status_fail(ERR_CONFIG, "%s:%d: key %s stands before any [section]", source->place.source,
                            source->place.line, name);
@@ -103,8 +105,8 @@ static enum status source_assign(struct source *source, const char *section, con
         return unknown_key(source, full);
     }
     if (source->seen_at[i] != 0) {
-        return status_fail(ERR_CONFIG, "%s:%d: key %s is given twice, first in line %d", source->place.source,
-                           source->place.line, full, source->seen_at[i]);
+        return status_fail(ERR_CONFIG, "%s: key %s is given twice, first in %s %d", at, full,
+                           source->place.quoted ? "line" : "override", source->seen_at[i]);
     }
     const struct config_key *key = &config_keys[i];
     if (source->arm && strcmp(section, "attention") != 0 && strcmp(section, "linear") != 0) {
@@ -116,11 +118,9 @@ static enum status source_assign(struct source *source, const char *section, con
     TRY(config_value_set(source->config, key, value, &source->place));
     source->seen_at[i] = source->place.line;
     char *origin = source->config->origin[i];
-    if (source->place.quoted) {
-        snprintf(origin, CONFIG_ORIGIN, "%.140s:%d", source->place.source, source->place.line);
-    } else {
-        snprintf(origin, CONFIG_ORIGIN, "command line");
-    }
+    /* Of a long path the end counts: it holds the line. */
+    size_t length = strlen(at), longest = CONFIG_ORIGIN - 1;
+    snprintf(origin, CONFIG_ORIGIN, "%s", at + (length > longest ? length - longest : 0));
     /* TOML has no order of keys: switches of this same source stay, whether their line comes before or after. */
     if (strcmp(full, "attention.backward") == 0) {
         for (int k = 0; k < config_key_count; k++) {

@@ -128,6 +128,8 @@ struct config_place {
     int line;
     bool quoted;
 };
+/* "file:line" or "command line". */
+void config_place_print(const struct config_place *place, char *text, size_t bytes);
 MUST_CHECK enum status config_value_set(struct config *config, const struct config_key *key, const char *text,
                                         const struct config_place *place);
 void config_value_print(const struct config *config, const struct config_key *key, char *text, size_t bytes);

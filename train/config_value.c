@@ -40,16 +40,21 @@ const char *config_nearest(const char *word, const char *const *names, int count
     return best;
 }
 
+void config_place_print(const struct config_place *place, char *text, size_t bytes)
+{
+    if (place->quoted) {
+        snprintf(text, bytes, "%s:%d", place->source, place->line);
+    } else {
+        snprintf(text, bytes, "%s", place->source);
+    }
+}
+
 /* The one sentence of a bad value: place, key, value, what would do. */
 static enum status wrong(const struct config_key *key, const char *text, const struct config_place *place,
                          const char *expected)
 {
     char at[CONFIG_PATH + 16];
-    if (place->quoted) {
-        snprintf(at, sizeof at, "%.1000s:%d", place->source, place->line);
-    } else {
-        snprintf(at, sizeof at, "%.1000s", place->source);
-    }
+    config_place_print(place, at, sizeof at);
     return status_fail(ERR_CONFIG, "%s: %s.%s = %s: expected %s", at, key->section, key->name,
                        text[0] == '\0' ? "(nothing)" : text, expected);
 }
