@@ -121,8 +121,7 @@ void publish_view(struct rows x, int64_t T, int64_t D, float m, bf16 *y);
 float rows_amax(struct rows x, int64_t T, int64_t D);
 float rows_norm_max(struct rows x, int64_t T, int64_t D); /* largest 2-norm of a row */
 
-/* ---- probabilities (attention_cpu_probability.c) ------------------------------------------------------------------
- */
+/* ---- probabilities (attention_cpu_probability.c) ---------------------------------------------------------- */
 
 /* The score of a masked key: its probability is zero in every format. */
 #define ATTENTION_MASKED -1e30f

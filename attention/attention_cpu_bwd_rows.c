@@ -54,8 +54,7 @@ void bwd_open_rows(const struct bwd_unit *u, const struct row_block *b)
     u->stats->do_flushed += (double)flushed;
 }
 
-/* ---- P --------------------------------------------------------------------------------------------------------------
- */
+/* ---- P ---------------------------------------------------------------------------------------------------- */
 
 /* The anchor that the forward had, from the same scores. */
 static float forward_anchor(const struct bwd_unit *u, const float *t, int64_t visible)

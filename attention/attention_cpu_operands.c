@@ -155,8 +155,7 @@ void publish_value_e4m3(struct rows x, int64_t T, int64_t D, float unit, bf16 *y
     }
 }
 
-/* ---- V in blocks along keys: `n` keys of one feature, D apart, rounded in place -------------------------------------
- */
+/* ---- V in blocks along keys: `n` keys of one feature, D apart, rounded in place --------------------------- */
 
 static void ue5m3_column(float *x, int n, int64_t D, float g)
 {

@@ -51,8 +51,7 @@ void exp2_row(const float *t, int64_t n, float shift, float *y)
     }
 }
 
-/* ---- sums and maxima of one block, in one fixed order --------------------------------------------------------------
- */
+/* ---- sums and maxima of one block, in one fixed order ----------------------------------------------------- */
 
 static inline float block_sum(const float *x)
 {
@@ -123,8 +122,7 @@ int64_t anchor_sample(int64_t s, int64_t T)
     return s * T / anchor_samples(T);
 }
 
-/* ---- producers: E2M1(2^x) as values ---------------------------------------------------------------------------------
- */
+/* ---- producers: E2M1(2^x) as values ----------------------------------------------------------------------- */
 
 /* The FP32 numbers x from which on 2^x rounds to the next value: exact for every x (a test walks them), hence both the
  * producers `exact` and `threshold`. */
