@@ -1,4 +1,5 @@
 /* The model's contract at its edges: ignored targets, non-finite weights, the order of notifications, refusals. */
+#include "model/linear.h"
 #include "tests/model/check.h"
 #include "tests/model/fixture.h"
 
@@ -196,6 +197,48 @@ static void test_a_layer_that_stays_bf16_really_does(void **state)
     assert_true(loss[0] != loss[2]);
 }
 
+/* Replaces a matrix of `rows` from the named parameter on by the values that its format represents. */
+static void represent(struct fixture *f, enum linear_format format, const char *name, int64_t rows)
+{
+    const struct param *p = param_list_find(&f->params, name);
+    size_t bytes = (size_t)(rows * p->cols) * sizeof(bf16);
+    bf16 *values = malloc(bytes);
+    linear_represent_weight_cpu(format, f->weights + p->offset, rows, p->cols, values);
+    assert_memory_not_equal(f->weights + p->offset, values, bytes);
+    memcpy(f->weights + p->offset, values, bytes);
+    free(values);
+}
+
+/* A quantised model sees the represented weights only: weights that are representable already change nothing. */
+static void test_quantised_layers_use_the_represented_weights(void **state)
+{
+    (void)state;
+    for (int format = LINEAR_FP8; format <= LINEAR_NVFP4; format++) {
+        struct fixture f;
+        struct model_config c = small_config();
+        struct model_options o = small_options(1, TOKENS);
+        c.layers = 1;
+        o.linear.attn = o.linear.mlp = (enum linear_format)format;
+        fixture_open(&f, &c, &o);
+        int32_t tokens[TOKENS], targets[TOKENS];
+        fill_tokens(tokens, targets, TOKENS, c.vocab, 1);
+        struct model_batch batch = {.tokens = tokens, .targets = targets, .batch = 1, .length = TOKENS};
+        size_t bytes = f.params.elements * sizeof(float);
+        float *before = malloc(bytes);
+        double loss = fixture_run(&f, &batch, 1, false).loss_sum;
+        memcpy(before, f.grads, bytes);
+        represent(&f, o.linear.attn, "model.layers.0.self_attn.q_proj.weight", 64 + 32 + 32);
+        represent(&f, o.linear.attn, "model.layers.0.self_attn.o_proj.weight", 32);
+        represent(&f, o.linear.mlp, "model.layers.0.mlp.gate_proj.weight", 48 + 48);
+        represent(&f, o.linear.mlp, "model.layers.0.mlp.down_proj.weight", 32);
+        model_set_weights(f.model, f.weights);
+        assert_true(fixture_run(&f, &batch, 1, false).loss_sum == loss);
+        assert_memory_equal(before, f.grads, bytes);
+        free(before);
+        fixture_close(&f);
+    }
+}
+
 static void test_plan_refuses_what_cannot_run(void **state)
 {
     (void)state;
@@ -226,6 +269,7 @@ int main(void)
         cmocka_unit_test(test_a_nan_weight_is_never_swallowed),
         cmocka_unit_test(test_layers_are_announced_when_they_are_final),
         cmocka_unit_test(test_a_layer_that_stays_bf16_really_does),
+        cmocka_unit_test(test_quantised_layers_use_the_represented_weights),
         cmocka_unit_test(test_plan_refuses_what_cannot_run),
     };
     use_threads(1);
