@@ -31,7 +31,10 @@ static enum status keep_rows(const char *path, int64_t update)
             break;
         }
         size_t length = (size_t)(end - line) + 1;
-        if (sscanf(line, "{\"step\": %lld", &step) == 1 && step <= update) {
+        *end = '\0'; /* sscanf looks for the end of its text first: without this the whole rest, for every row */
+        bool keeps = sscanf(line, "{\"step\": %lld", &step) == 1 && step <= update;
+        *end = '\n';
+        if (keeps) {
             memmove(text + kept, line, length);
             kept += length;
         }
