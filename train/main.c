@@ -10,6 +10,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <xxhash.h>
 
 enum { ARGUMENTS_MAX = 256 };
 
@@ -89,6 +90,29 @@ static enum status read_config(struct config *config, int argc, char **argv, str
     return config_finish(config);
 }
 
+/* Ranks that were started with different settings would train different models and never notice. Paths and other free
+ * keys may differ. */
+static enum status check_same_config(const struct config *config, struct comm *comm)
+{
+    char value[CONFIG_GLOBS + 16];
+    uint64_t hash = 0;
+    for (int i = 0; i < config_key_count; i++) {
+        if (config_keys[i].on_resume != RESUME_FREE) {
+            config_value_print(config, &config_keys[i], value, sizeof value);
+            hash = XXH3_64bits_withSeed(value, strlen(value), hash);
+        }
+    }
+    int64_t half = (int64_t)(hash >> 1), extremes[2] = {half, -half};
+    TRY(comm_max_i64(comm, extremes, 2));
+    if (extremes[0] != -extremes[1]) {
+        return status_fail(ERR_CONFIG,
+                           "the %d ranks were started with different configurations: give all the same files "
+                           "and keys",
+                           comm->size);
+    }
+    return OK;
+}
+
 static enum status run_mode(const struct config *config, struct comm *comm, const struct device *device)
 {
     double deadline_s = config->run.max_minutes > 0 ? step_clock_s() + 60 * config->run.max_minutes : 0;
@@ -114,6 +138,7 @@ static enum status run(struct comm *comm, struct config *config, int argc, char 
     comm->timeout_s = config->timeout_s;
     TRY(ranks_agree(comm, device_open(&device, config->device)));
     TRY(ranks_agree(comm, plan_check(config, comm->size)));
+    TRY(ranks_agree(comm, check_same_config(config, comm)));
     if (arguments.dry_run) {
         TRY(plan_print(config, comm, &device, stdout));
         return config->run.mode == MODE_STUDY ? ranks_agree(comm, study_print(config, comm)) : OK;

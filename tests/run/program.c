@@ -150,6 +150,17 @@ int program_train(struct program *p, int ranks, const char *format, ...)
     return run_shell(p, command);
 }
 
+int program_train_unequal(struct program *p, const char *first, const char *second)
+{
+    char command[COMMAND], mpirun[128];
+    launcher(2, mpirun, sizeof mpirun);
+    char *count = strstr(mpirun, "-n 2");
+    memcpy(count, "-n 1", 4);
+    snprintf(command, sizeof command, "OMP_NUM_THREADS=1 %s %s {}/base.toml %s : -n 1 %s {}/base.toml %s", mpirun,
+             trainer(), first, trainer(), second);
+    return run_shell(p, command);
+}
+
 void program_exits(const struct program *p, int found, int expected, const char *file, int line)
 {
     if (found != expected) {

@@ -24,6 +24,9 @@ int program_train(struct program *p, int ranks, const char *format, ...) __attri
 /* As above without base.toml: the arguments are all there is. */
 int program_call(struct program *p, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
+/* Two ranks of base.toml that are given different arguments. */
+int program_train_unequal(struct program *p, const char *first, const char *second);
+
 /* A shell command, {} replaced by the folder; returns its exit status. */
 int program_shell(struct program *p, const char *format, ...) __attribute__((format(printf, 2, 3)));
 

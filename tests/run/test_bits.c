@@ -96,12 +96,30 @@ static void test_ranks_that_do_not_fit(void **state)
     assert_null(strstr(first + 1, "nearest valid values"));
 }
 
+/* One rank's trouble ends both, and its cause is said once, by its own rank. */
+static void test_a_rank_that_cannot_start(void **state)
+{
+    struct program *p = *state;
+    if (!comm_has_mpi()) {
+        skip();
+    }
+    EXITS(1, p, program_train_unequal(p, "--run.out={}/u", "--run.out={}/u --data.train={}/none.tok.zst"));
+    program_expect(p, "[rank 1] error: ");
+    program_expect(p, "none.tok.zst");
+    assert_null(strstr(strstr(p->output, "error: ") + 1, "error: "));
+    EXITS(1, p, program_train_unequal(p, "--run.out={}/u", "--run.out={}/v"));
+    program_expect(p, "run.out must be one folder that all ranks share");
+    EXITS(1, p, program_train_unequal(p, "--run.out={}/u", "--run.out={}/u --optim.lr=1e-3"));
+    program_expect(p, "different configurations");
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_two_runs_are_equal_and_learn), cmocka_unit_test(test_schedule_is_wired),
         cmocka_unit_test(test_recomputation_changes_no_bit), cmocka_unit_test(test_threads_change_no_bit),
         cmocka_unit_test(test_two_ranks_equal_one),          cmocka_unit_test(test_ranks_that_do_not_fit),
+        cmocka_unit_test(test_a_rank_that_cannot_start),
     };
     return cmocka_run_group_tests(tests, program_setup, program_teardown);
 }
