@@ -104,6 +104,21 @@ static void add_frame(struct file_bytes *file, const struct recipe *r, const uns
     file->n += packed;
 }
 
+/* The tokens in `raw`; NULL if one is outside the vocabulary. */
+static int32_t *recipe_tokens(const struct recipe *r, const unsigned char *raw)
+{
+    int32_t *tokens = malloc(r->tokens * sizeof *tokens);
+    for (uint32_t i = 0; i < r->tokens; i++) {
+        uint64_t id = bytes_get(raw + (size_t)i * r->width, (int)r->width);
+        if (id >= r->vocab) {
+            free(tokens);
+            return NULL;
+        }
+        tokens[i] = (int32_t)id;
+    }
+    return tokens;
+}
+
 /* Makes the file; returns its tokens if a reader must accept it, else NULL. */
 static int32_t *recipe_make(const struct recipe *r, struct file_bytes *file)
 {
@@ -137,16 +152,7 @@ static int32_t *recipe_make(const struct recipe *r, struct file_bytes *file)
     }
     file->data[64 + 16 * frames + r->damage_at % frame_bytes] ^= (unsigned char)r->damage;
     shard_repair(file);
-    int32_t *tokens = right ? malloc(r->tokens * sizeof *tokens) : NULL;
-    for (uint32_t i = 0; tokens && i < r->tokens; i++) {
-        uint64_t id = bytes_get(raw + (size_t)i * r->width, (int)r->width);
-        if (id >= r->vocab) {
-            free(tokens);
-            tokens = NULL;
-        } else {
-            tokens[i] = (int32_t)id;
-        }
-    }
+    int32_t *tokens = right ? recipe_tokens(r, raw) : NULL;
     free(raw);
     return tokens;
 }
