@@ -100,7 +100,7 @@ static void put(json_t *row, const char *key, double value)
     json_object_set_new(row, key, json_finite(value));
 }
 
-/* The attention statistics of DESIGN's row, from sums over calls. */
+/* Sums over calls become the shares and slopes of a row (docs/file_formats.md, Run folder). */
 static void put_attention(json_t *row, const struct attention_stats *s)
 {
     put(row, "logit_max", s->p_rows > 0 ? s->logit_max : NAN);
