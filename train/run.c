@@ -6,11 +6,12 @@
 #include "train/run_folder.h"
 #include "train/signals.h"
 #include "train/snapshot.h"
+#include "train/step_time.h"
 
 #include <math.h>
 #include <stdlib.h>
 
-enum { PATH_BYTES = CONFIG_PATH + 64 };
+enum { PATH_BYTES = CONFIG_PATH + 64, STEP_TIMES_MAX = 1 << 14 };
 
 struct run {
     const struct config *config;
@@ -20,6 +21,8 @@ struct run {
     struct metrics metrics;
     double val_loss; /* of the newest evaluation */
     int64_t val_update;
+    double *step_ms; /* owns; of the updates of this process, the newest STEP_TIMES_MAX of them */
+    int64_t updates;
 };
 
 /* The log and the configuration as used, so that a run folder explains itself. */
@@ -117,6 +120,7 @@ static enum status loop(struct run *run)
             return status;
         }
         TRY(status);
+        run->step_ms[run->updates++ % STEP_TIMES_MAX] = result.step_ms;
         bool last = t->update == config->schedule.steps, stop = false;
         bool eval = last || (config->eval_every > 0 && t->update % config->eval_every == 0);
         if (eval) {
@@ -134,6 +138,21 @@ static enum status loop(struct run *run)
         }
     }
     return OK;
+}
+
+/* The first update pays for caches and fresh memory, so a mean would lie; evaluations and checkpoints are in no step.
+ */
+static void report_times(const struct run *run)
+{
+    int64_t n = run->updates < STEP_TIMES_MAX ? run->updates : STEP_TIMES_MAX;
+    const struct config_data *data = &run->config->data;
+    if (n == 0) {
+        return;
+    }
+    double median = step_time_quantile(run->step_ms, n, 0.5), p10 = step_time_quantile(run->step_ms, n, 0.1),
+           p90 = step_time_quantile(run->step_ms, n, 0.9);
+    log_info("step time: median %.1f ms (p10 %.1f, p90 %.1f; %lld updates), %.0f tokens/s", median, p10, p90,
+             (long long)n, 1e3 * (double)(data->batch * data->seq_len) / median);
 }
 
 /* verdict.json, whatever the end was. A stopped run will go on, so it is not evaluated: under a signal minutes count.
@@ -166,6 +185,7 @@ static enum status conclude(struct run *run, enum status ended)
                               .reason = reason,
                               .last_healthy_checkpoint = healthy};
     TRY(ranks_agree(t->comm, metrics_write_verdict(run->config->run.out, t, &end)));
+    report_times(run);
     log_info("verdict of %s: %s after update %lld%s%s", run->config->run.name, end.verdict, (long long)t->update,
              reason[0] != '\0' ? ": " : "", reason);
     return ended;
@@ -175,9 +195,13 @@ enum status run_train(const struct config *config, struct comm *comm, const stru
                       const struct run_options *options)
 {
     struct run *run = calloc(1, sizeof *run);
-    if (run == NULL) {
+    double *step_ms = calloc(STEP_TIMES_MAX, sizeof *step_ms);
+    if (run == NULL || step_ms == NULL) {
+        free(run);
+        free(step_ms);
         return status_fail(ERR_NOMEM, "no memory for a run");
     }
+    run->step_ms = step_ms;
     run->config = config;
     run->options = options;
     run->folder.lock = -1;
@@ -194,6 +218,7 @@ enum status run_train(const struct config *config, struct comm *comm, const stru
     trainer_close(&run->trainer);
     log_close_file();
     run_folder_close(&run->folder);
+    free(run->step_ms);
     free(run);
     return status;
 }

@@ -14,8 +14,7 @@ static int compare(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* Nearest rank; `values` is sorted in place. */
-static double quantile(double *values, int64_t n, double q)
+double step_time_quantile(double *values, int64_t n, double q)
 {
     qsort(values, (size_t)n, sizeof *values, compare);
     return values[(int64_t)(q * (double)(n - 1) + 0.5)];
@@ -35,9 +34,9 @@ static enum status measure(struct trainer *t, double *values, struct step_times 
     }
     times->updates = n;
     for (int p = 0; p < STEP_PHASES; p++) {
-        times->median[p] = quantile(values + p * n, n, 0.5);
-        times->p10[p] = quantile(values + p * n, n, 0.1);
-        times->p90[p] = quantile(values + p * n, n, 0.9);
+        times->median[p] = step_time_quantile(values + p * n, n, 0.5);
+        times->p10[p] = step_time_quantile(values + p * n, n, 0.1);
+        times->p90[p] = step_time_quantile(values + p * n, n, 0.9);
     }
     times->tokens_per_s =
         (double)(t->config->data.batch * t->config->data.seq_len) / (1e-3 * times->median[PHASE_STEP]);

@@ -13,6 +13,9 @@ struct step_times {
     double tokens_per_s; /* of all ranks, from the median step */
 };
 
+/* The q-quantile of n values by nearest rank; sorts them. */
+double step_time_quantile(double *values, int64_t n, double q);
+
 /* Makes run.steps updates from initial weights, writing nothing; the first is left out (caches, first touch of memory)
  * unless it is the only one. No checkpoint or evaluation falls into a step. */
 MUST_CHECK enum status step_time_measure(const struct config *config, struct comm *comm, const struct device *device,
