@@ -215,7 +215,7 @@ static enum status share_reference(struct study *study, const struct config *con
     TRY(comm_max_i64(study->comm, &diverged, 1));
     TRY(comm_broadcast(study->comm, study->reference_loss, (size_t)count * sizeof(double), 0));
     study->reference_count = diverged ? 0 : count;
-    if (diverged) {
+    if (diverged && study->comm->rank == 0) {
         log_warn("the reference %s diverged: other arms are judged without a partner", config->run.name);
     }
     return OK;
