@@ -96,6 +96,15 @@ static void test_ranks_that_do_not_fit(void **state)
     assert_null(strstr(first + 1, "nearest valid values"));
 }
 
+static void test_step_time_prints_phases_and_writes_nothing(void **state)
+{
+    struct program *p = *state;
+    EXITS(0, p, program_train(p, 1, "--run.out={}/timed --run.mode=step_time --run.steps=3"));
+    program_expect(p, "2 updates of 4 x 64 tokens on 1 ranks");
+    program_expect(p, "backward");
+    assert_false(file_exists(p, "timed"));
+}
+
 /* One rank's trouble ends both, and its cause is said once, by its own rank. */
 static void test_a_rank_that_cannot_start(void **state)
 {
@@ -116,10 +125,14 @@ static void test_a_rank_that_cannot_start(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_two_runs_are_equal_and_learn), cmocka_unit_test(test_schedule_is_wired),
-        cmocka_unit_test(test_recomputation_changes_no_bit), cmocka_unit_test(test_threads_change_no_bit),
-        cmocka_unit_test(test_two_ranks_equal_one),          cmocka_unit_test(test_ranks_that_do_not_fit),
+        cmocka_unit_test(test_two_runs_are_equal_and_learn),
+        cmocka_unit_test(test_schedule_is_wired),
+        cmocka_unit_test(test_recomputation_changes_no_bit),
+        cmocka_unit_test(test_threads_change_no_bit),
+        cmocka_unit_test(test_two_ranks_equal_one),
+        cmocka_unit_test(test_ranks_that_do_not_fit),
         cmocka_unit_test(test_a_rank_that_cannot_start),
+        cmocka_unit_test(test_step_time_prints_phases_and_writes_nothing),
     };
     return cmocka_run_group_tests(tests, program_setup, program_teardown);
 }
