@@ -115,9 +115,12 @@ _Noreturn void comm_abort(struct comm *comm, int exit_code)
     exit(exit_code);
 }
 
+/* A step is never shorter than it takes mpirun to end the others once the first has spoken: it asks, then kills about a
+ * second later. */
 static double wait_s(const struct comm *comm, int steps)
 {
-    return comm->timeout_s * (1.0 + 0.1 * steps);
+    static const double ending_s = 2;
+    return comm->timeout_s + steps * fmax(0.1 * comm->timeout_s, ending_s);
 }
 
 enum status comm_send_as(struct comm *comm, const char *call, int steps, const void *bytes, size_t n, int to)
@@ -145,21 +148,23 @@ enum status comm_recv(struct comm *comm, void *bytes, size_t n, int from)
 }
 
 /* Binomial tree, ranks counted from the root: rank r hears from r without its lowest set bit, then tells r + every
- * smaller power of two. */
+ * smaller power of two. Whoever must tell a rank that does not come sees the cause first. Of those who wait for the
+ * same rank, the first of them: one line is enough. */
 enum status comm_broadcast_as(struct comm *comm, const char *call, int steps, void *bytes, size_t n, int root)
 {
     int self = (comm->rank - root + comm->size) % comm->size;
+    int depth = __builtin_popcount((unsigned)self);
     int mask = 1;
     while (mask < comm->size && (self & mask) == 0) {
         mask <<= 1;
     }
     if (self != 0) {
-        steps += __builtin_popcount((unsigned)self);
-        TRY(comm_recv_as(comm, call, steps, bytes, n, (self - mask + root) % comm->size));
+        int highest = 31 - __builtin_clz((unsigned)self);
+        TRY(comm_recv_as(comm, call, steps + depth + highest, bytes, n, (self - mask + root) % comm->size));
     }
     for (mask >>= 1; mask > 0; mask >>= 1) {
         if (self + mask < comm->size) {
-            TRY(comm_send_as(comm, call, steps, bytes, n, (self + mask + root) % comm->size));
+            TRY(comm_send_as(comm, call, depth, bytes, n, (self + mask + root) % comm->size));
         }
     }
     return OK;

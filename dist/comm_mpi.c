@@ -32,7 +32,10 @@ static enum status mpi_failed(const struct comm *comm, const char *call, int pee
 static enum status wait_for(const struct comm *comm, const struct comm_message *m, MPI_Request *request,
                             MPI_Status *result)
 {
-    double start = now_s();
+    /* What a gap between two looks counts at most: a process that was itself stopped, with its whole machine perhaps,
+     * must not blame others for the time when it wakes up. */
+    static const double gap_max_s = 0.5;
+    double waited_s = 0, last = now_s();
     for (long polls = 0;; polls++) {
         int done = 0;
         int code = MPI_Test(request, &done, result);
@@ -46,7 +49,10 @@ static enum status wait_for(const struct comm *comm, const struct comm_message *
             sched_yield();
         } else {
             nanosleep(&(struct timespec){.tv_nsec = NAP_NS}, NULL);
-            if (now_s() - start > m->wait_s) {
+            double now = now_s();
+            waited_s += now - last < gap_max_s ? now - last : gap_max_s;
+            last = now;
+            if (waited_s > m->wait_s) {
                 return status_fail(ERR_COMM,
                                    "%s: rank %d heard nothing from rank %d for %.1f s (dist.timeout_s %g): that rank "
                                    "has died or hangs; its own log says why",

@@ -143,16 +143,17 @@ enum status grad_tree_sum(struct grad_tree *tree, float **sum)
     float *mine = tree->node[0];
     size_t bytes = tree->elements * sizeof *mine;
     const char *call = "sum of gradients";
-    int step = 0;
+    int step = 0, steps = floor_log2(comm->size);
     for (int mask = 1; mask < comm->size; mask <<= 1, step++) {
         if ((comm->rank & mask) != 0) {
-            TRY(comm_send_as(comm, call, step + 1, mine, bytes, comm->rank - mask));
+            /* Whoever should hear from a lost rank speaks before those who cannot tell it anything. */
+            TRY(comm_send_as(comm, call, steps + step + 1, mine, bytes, comm->rank - mask));
             break;
         }
         TRY(comm_recv_as(comm, call, step, tree->node[1], bytes, comm->rank + mask));
         add(tree, mine, tree->node[1]);
     }
-    TRY(comm_broadcast_as(comm, call, floor_log2(comm->size), mine, bytes, 0));
+    TRY(comm_broadcast_as(comm, call, steps, mine, bytes, 0));
     tree->depth = 0;
     tree->leaves_done = 0;
     *sum = mine;
