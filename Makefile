@@ -71,7 +71,9 @@ LIBRARY := $(OUT)/libgpt8b.a
 TOOLS   := $(patsubst tools/%.c,%,$(wildcard tools/*.c))
 TESTS   := $(patsubst %.c,$(OUT)/%,$(wildcard tests/*/test_*.c))
 # Other files beside the tests of a room are linked into each test of that room: oracles, drivers.
-TEST_HELPERS = $(patsubst %.c,$(OUT)/%.o,$(filter-out $(wildcard $(1)/test_*.c),$(wildcard $(1)/*.c)))
+# tests/faults drives the program with the driver of tests/run.
+TEST_HELPERS = $(patsubst %.c,$(OUT)/%.o,$(filter-out $(wildcard $(1)/test_*.c),$(wildcard $(1)/*.c)) \
+                 $(if $(filter tests/faults/,$(1)),tests/run/program.c))
 FUZZERS := $(patsubst %.c,$(OUT)/%,$(wildcard tests/fuzz/fuzz_*.c))
 BENCHES := $(patsubst %.c,$(OUT)/%,$(wildcard bench/*.c))
 PROGRAMS := $(addprefix $(OUT)/,$(if $(wildcard train/main.c),train_gpt8b) $(TOOLS))
@@ -125,7 +127,7 @@ test: deps tidy ## all tests that need no GPU
 	BUILD_DIR=$(OUT) tools/run_tests.sh $(if $(TESTS_ONLY),$(filter $(foreach r,$(TESTS_ONLY),$(OUT)/tests/$(r)/%),$(TESTS)),$(TESTS))
 
 test/%: ## the tests of one room: make test/attention
-	$(if $(filter run,$*),$(MAKE) all)
+	$(if $(filter run faults,$*),$(MAKE) all)
 	$(MAKE) $(patsubst %.c,$(OUT)/%,$(wildcard tests/$*/test_*.c))
 	BUILD_DIR=$(OUT) tools/run_tests.sh $(patsubst %.c,$(OUT)/%,$(wildcard tests/$*/test_*.c))
 
@@ -133,8 +135,13 @@ test-binaries: $(TESTS)
 fuzzers: $(FUZZERS)
 
 SECONDS ?= 60
+SEED    ?= 1
 fuzz: ## fuzz the readers of files, SECONDS=60 each, with sanitizers and a fixed seed; needs clang
 	$(Q)MAKE="$(MAKE)" tests/fuzz/fuzz.sh $(SECONDS)
+
+soak: all ## the long tests: kills, signals and full disks at many points, 64 ranks, every layout; SEED=1
+	$(MAKE) $(filter $(OUT)/tests/faults/%,$(TESTS))
+	BUILD_DIR=$(OUT) SEED=$(SEED) tools/soak.sh
 
 bench: $(BENCHES) ## build the benchmarks: build/<flavour>/bench/*
 
@@ -160,5 +167,5 @@ clean: ## remove build/ and the links in the root
 help: ## this text
 	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z_%\/.-]+:.*## / {printf "  %-24s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-.PHONY: all asan tsan demo test test-binaries fuzzers fuzz bench tidy format format-check deps clean help
+.PHONY: all asan tsan demo test test-binaries fuzzers fuzz soak bench tidy format format-check deps clean help
 -include $(patsubst %.c,$(OUT)/%.d,$(GENERATED_FROM)) $(KERNELS:%.cu=$(OUT)/%.cu.d)
