@@ -248,16 +248,18 @@ static enum status draw(const struct report *report, const struct plot *plot, co
     if (pipe == NULL) {
         return status_fail(ERR_IO, "report: cannot start gnuplot: %s; install gnuplot-nox", strerror(errno));
     }
-    fprintf(pipe, "set terminal svg size 860,380 font 'sans-serif,12' background '#ffffff'\nset output '%s'\n", svg);
+    fprintf(pipe,
+            "set terminal svg size 960,400 noenhanced font 'sans-serif,12' background '#ffffff'\nset output '%s'\n",
+            svg);
     fprintf(pipe, "set title '%s'\nset xlabel 'update'\nset ylabel '%s'\nset grid lc rgb '#dddddd'\n", plot->title,
             plot->unit);
-    fprintf(pipe, "set key outside right top\nset border 3\nset tics nomirror\n%s",
+    fprintf(pipe, "set key below\nset border 3\nset tics nomirror\n%s",
             plot->log_scale ? "set logscale y\nset format y '%.0e'\n" : "");
     fprintf(pipe, "plot ");
     for (int r = 0; r < report->n_runs; r++) {
         fprintf(pipe, "%s'-' with lines lw 1.5 title '%s'", r > 0 ? ", " : "", report->runs[r].name);
     }
-    fprintf(pipe, " noenhanced\n");
+    fprintf(pipe, "\n");
     for (int r = 0; r < report->n_runs; r++) {
         for (size_t i = 0; i < report->runs[r].n_rows; i++) {
             double y = plotted(report, plot, r, i);
@@ -353,7 +355,7 @@ static void write_table(FILE *page, const struct report *report)
 {
     fputs("<table><tr><th>run</th><th>verdict</th><th>onset</th><th>updates</th><th>last loss</th><th>gap</th>"
           "<th>evaluation</th><th>with pv = fp8</th><th>median row leak</th><th>median slope</th>"
-          "<th>largest logit</th><th>tokens/s</th><th>reason</th></tr>\n",
+          "<th>largest logit</th><th>tokens/s</th></tr>\n",
           page);
     const struct run *reference = &report->runs[report->reference_run];
     for (int r = 0; r < report->n_runs; r++) {
@@ -377,11 +379,18 @@ static void write_table(FILE *page, const struct report *report)
         write_cell(page, column_median(run, COL_SLOPE), "%+.2e");
         write_cell(page, last != NULL ? last->value[COL_LOGIT] : NAN, "%.2f");
         write_cell(page, column_median(run, COL_RATE), "%.0f");
-        fputs("<td class=name>", page);
-        write_escaped(page, run->reason);
-        fputs("</td></tr>\n", page);
+        fputs("</tr>\n", page);
     }
     fputs("</table>\n", page);
+    for (int r = 0; r < report->n_runs; r++) {
+        if (report->runs[r].reason[0] != '\0') {
+            fputs("<p><b>", page);
+            write_escaped(page, report->runs[r].name);
+            fputs("</b>: ", page);
+            write_escaped(page, report->runs[r].reason);
+            fputs("</p>\n", page);
+        }
+    }
 }
 
 static enum status write_plot(FILE *page, const struct report *report, const struct plot *plot, const char *svg)
