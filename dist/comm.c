@@ -147,9 +147,15 @@ enum status comm_recv(struct comm *comm, void *bytes, size_t n, int from)
     return comm_recv_as(comm, "comm_recv", 0, bytes, n, from);
 }
 
+/* Who of those that wait for rank 0 speaks first: 1, 2, 3 for ranks 1, 2, 3, and later ones with more bits. One line is
+ * enough. */
+static int place_behind_0(int rank)
+{
+    return rank == 0 ? 0 : __builtin_popcount((unsigned)rank) + 31 - __builtin_clz((unsigned)rank);
+}
+
 /* Binomial tree, ranks counted from the root: rank r hears from r without its lowest set bit, then tells r + every
- * smaller power of two. Whoever must tell a rank that does not come sees the cause first. Of those who wait for the
- * same rank, the first of them: one line is enough. */
+ * smaller power of two. Whoever must tell a rank that does not come sees the cause first. */
 enum status comm_broadcast_as(struct comm *comm, const char *call, int steps, void *bytes, size_t n, int root)
 {
     int self = (comm->rank - root + comm->size) % comm->size;
@@ -159,8 +165,7 @@ enum status comm_broadcast_as(struct comm *comm, const char *call, int steps, vo
         mask <<= 1;
     }
     if (self != 0) {
-        int highest = 31 - __builtin_clz((unsigned)self);
-        TRY(comm_recv_as(comm, call, steps + depth + highest, bytes, n, (self - mask + root) % comm->size));
+        TRY(comm_recv_as(comm, call, steps + place_behind_0(self), bytes, n, (self - mask + root) % comm->size));
     }
     for (mask >>= 1; mask > 0; mask >>= 1) {
         if (self + mask < comm->size) {
@@ -209,7 +214,7 @@ static enum status collect(struct comm *comm, const char *call, unsigned char *w
 {
     size_t bytes = n * sizeof(int64_t);
     if (comm->rank != 0) {
-        return comm_send_as(comm, call, 1, words, bytes, 0);
+        return comm_send_as(comm, call, place_behind_0(comm->rank), words, bytes, 0);
     }
     unsigned char *all = malloc((size_t)comm->size * bytes + 1);
     if (all == NULL) {
