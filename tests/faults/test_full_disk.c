@@ -1,6 +1,6 @@
-/* A disk that fills up: exit status 2 with the text of errno, what was saved before stays whole, and with room again
- * the run ends as if the disk had always been large. Needs root, for a small file system in a mount namespace of its
- * own. */
+/* A machine that has too little. A disk that fills up: exit status 2 with the text of errno, what was saved before
+ * stays whole, and with room again the run ends as if the disk had always been large. Needs root, for a small file
+ * system in a mount namespace of its own. */
 #include "tests/faults/background.h"
 
 #include <stdio.h>
@@ -104,6 +104,21 @@ static void test_a_read_only_disk(void **state)
     expect_times(p, "error: ", 1);
 }
 
+/* Counted before anything is taken or written. */
+static void test_more_memory_than_there_is(void **state)
+{
+    struct program *p = *state;
+    EXITS(2, p,
+          program_train(p, 1,
+                        "--run.out={}/large --model.layers=900 --model.width=8192 --model.ffn=32768 "
+                        "--model.vocab=100000"));
+    program_expect(p, "error: this run needs ");
+    program_expect(p, " GiB a rank, ");
+    program_expect(p, "try device.recompute");
+    expect_times(p, "error: ", 1);
+    assert_false(file_exists(p, "large/checkpoints"));
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -111,6 +126,7 @@ int main(void)
         cmocka_unit_test(test_two_ranks),
         cmocka_unit_test(test_many_sizes),
         cmocka_unit_test(test_a_read_only_disk),
+        cmocka_unit_test(test_more_memory_than_there_is),
     };
     return cmocka_run_group_tests(tests, setup, program_teardown);
 }

@@ -4,7 +4,7 @@
 
 #include <signal.h>
 #include <stdio.h>
-#include <string.h>
+#include <time.h>
 
 static const char endless[] = "--schedule.kind=constant --eval.every=0 --checkpoint.every=3 --dist.timeout_s=2";
 /* dist.timeout_s, a few steps of 2 s, and what a busy machine needs to end processes. */
@@ -99,6 +99,40 @@ static void test_signals_to_mpirun(void **state)
     goes_on_exactly(p, "usr1", endless);
 }
 
+/* mpirun passes SIGTERM on and kills about a second later: whether the last save was made or not, what is there is
+ * whole. */
+static void test_a_signal_that_mpirun_does_not_wait_for(void **state)
+{
+    struct program *p = *state;
+    soak_only();
+    needs_mpi();
+    pid_t launcher = start(p, 2, "mpirun_term");
+    assert_int_equal(kill(launcher, SIGTERM), 0);
+    assert_int_not_equal(wait_for_end(p, launcher, "mpirun_term", limit_s), 0);
+    expect_times(p, "error: ", 0);
+    goes_on_exactly(p, "mpirun_term", endless);
+}
+
+/* A pause shorter than dist.timeout_s, as of a machine that is moved, harms nothing. */
+static void test_a_rank_that_pauses(void **state)
+{
+    struct program *p = *state;
+    soak_only();
+    needs_mpi();
+    pid_t launcher = start(p, 2, "pause");
+    for (int rank = 0; rank < 2; rank++) {
+        pid_t pid = rank_process(p, launcher, rank);
+        assert_int_equal(kill(pid, SIGSTOP), 0);
+        nanosleep(&(struct timespec){.tv_sec = 1}, NULL);
+        assert_int_equal(kill(pid, SIGCONT), 0);
+        wait_for_rows(p, "pause", metrics_rows(p, "pause") + 5);
+    }
+    assert_int_equal(kill(launcher, SIGUSR1), 0);
+    EXITS(4, p, wait_for_end(p, launcher, "pause", limit_s));
+    expect_times(p, "error: ", 0);
+    goes_on_exactly(p, "pause", endless);
+}
+
 /* A shard that one node does not have, at the start and at a resume: the cause is said by the rank that knows it. */
 static void test_a_shard_missing_on_one_rank(void **state)
 {
@@ -128,9 +162,10 @@ static void test_a_shard_missing_on_one_rank(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_a_stopped_rank),    cmocka_unit_test(test_a_stopped_rank_0),
-        cmocka_unit_test(test_a_killed_rank),     cmocka_unit_test(test_a_signal_to_one_rank),
-        cmocka_unit_test(test_signals_to_mpirun), cmocka_unit_test(test_a_shard_missing_on_one_rank),
+        cmocka_unit_test(test_a_stopped_rank),     cmocka_unit_test(test_a_stopped_rank_0),
+        cmocka_unit_test(test_a_killed_rank),      cmocka_unit_test(test_a_signal_to_one_rank),
+        cmocka_unit_test(test_signals_to_mpirun),  cmocka_unit_test(test_a_signal_that_mpirun_does_not_wait_for),
+        cmocka_unit_test(test_a_rank_that_pauses), cmocka_unit_test(test_a_shard_missing_on_one_rank),
     };
     return cmocka_run_group_tests(tests, program_setup, program_teardown);
 }
