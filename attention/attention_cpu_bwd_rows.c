@@ -236,6 +236,21 @@ static double lanes_sum(const double *x)
     return sum;
 }
 
+/* debug_leak: how far r must be off for the row's sum of P (dP - r) to move by that share of sum |P (dP - r)|. */
+static float planted_error(const float *p, const float *dp, int64_t n, float r, float leak)
+{
+    double weight[LANES] = {0};
+    double abs[LANES] = {0};
+    for (int64_t j = 0; j < n; j += LANES) {
+        for (int l = 0; l < LANES; l++) {
+            weight[l] += (double)p[j + l];
+            abs[l] += (double)fabsf(p[j + l] * (dp[j + l] - r));
+        }
+    }
+    double whole = lanes_sum(weight);
+    return whole > 0 ? (float)((double)leak * lanes_sum(abs) / whole) : 0.0f;
+}
+
 static void count_ds(const struct bwd_unit *u, const struct ds_sums *s, float r)
 {
     struct attention_stats *stats = u->stats;
@@ -267,6 +282,9 @@ void bwd_ds(const struct bwd_unit *u, const struct row_block *b)
             ds[j] = 0;
         }
         float stat = row_statistic(u, b, r, p, ds);
+        if (recipe->debug_leak != 0) {
+            stat -= planted_error(p, ds, width, stat, recipe->debug_leak);
+        }
         struct ds_sums sums = {0};
         if (recipe->backward == BWD_BF16) {
             ds_row(p, ds, width, stat, factor, u->lift, false, &sums);

@@ -182,12 +182,16 @@ enum status attention_recipe_check(const struct attention_recipe *recipe, int he
 
 void attention_recipe_print(const struct attention_recipe *r, char *text, int bytes)
 {
+    char leak[32] = "";
+    if (r->debug_leak != 0) {
+        snprintf(leak, sizeof leak, " debug_leak=%g", (double)r->debug_leak);
+    }
     snprintf(text, (size_t)bytes,
              "qk=%s/%s pv=%s/%s p_map=%s anchor=%s v_diag=%s sink_keys_fp8=%d k_center=%d dk_center=%d backward=%s "
-             "(p=%s v=%s stat=%s do=%s/%s ds=%s qk_grad=%s)",
+             "(p=%s v=%s stat=%s do=%s/%s ds=%s qk_grad=%s)%s",
              qk_format_names[r->qk], qk_scale_names[r->qk_scale], pv_format_names[r->pv], mx_family_names[r->mx_rule],
              p_map_names[r->p_map], p_anchor_names[r->anchor], v_diag_names[r->v_diag], r->sink_keys_fp8, r->k_center,
              r->dk_center, backward_preset_names[r->backward], bwd_p_names[r->bwd_p], bwd_v_names[r->bwd_v],
              bwd_stat_names[r->bwd_stat], do_format_names[r->do_format], do_scale_names[r->do_scale],
-             ds_scale_names[r->ds_scale], qk_grad_names[r->qk_grad]);
+             ds_scale_names[r->ds_scale], qk_grad_names[r->qk_grad], leak);
 }

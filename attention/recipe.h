@@ -57,6 +57,9 @@ struct attention_recipe {
     enum ds_scale ds_scale;
     enum qk_grad qk_grad; /* gradient views of Q and K made from the BF16 original, or lifted from the decoded score
                              operand; one power of two a head, but x4 for lift with ds_scale fixed (the paper's) */
+    float debug_leak; /* 0, also in every preset: nothing. Else a planted error, for controls: r becomes r - delta, so
+                         that each row's sum_j dS_ij changes by debug_leak * sum_j |dS_ij|, spread over keys as P. The
+                         row leak lambda is then about |debug_leak| where it was small, of one sign in all rows */
 };
 
 /* Names of an enumerator in configs: NULL-terminated, in enum order; so names[value] is a value's name. */

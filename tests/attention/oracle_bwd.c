@@ -218,6 +218,19 @@ static void load_dout(const struct group *g, int64_t head, int64_t i, struct row
     round_scaled(w->d, s->head_dim, format, format == ORACLE_BF16 ? 1 : g->m_do);
 }
 
+/* debug_leak: the change of r that moves sum_j dS_ij by that share of sum_j |dS_ij|. */
+static double planted_error(const struct attention_recipe *recipe, const double *p, const double *dp, int64_t n,
+                            double r)
+{
+    double abs = 0;
+    double weight = 0;
+    for (int64_t j = 0; j < n; j++) {
+        abs += fabs(p[j] * (dp[j] - r));
+        weight += p[j];
+    }
+    return weight > 0 ? (double)recipe->debug_leak * abs / weight : 0;
+}
+
 static void backward_row(const struct group *g, const struct oracle_head *o, const double *q_grad, int64_t head,
                          int64_t i, struct row_buffers *w)
 {
@@ -235,6 +248,7 @@ static void backward_row(const struct group *g, const struct oracle_head *o, con
         w->dp[j] = dot(w->d, oracle_backward_value_row(g->p, o, i, j), d);
     }
     double r = row_statistic(g, head, i, w->d, w->raw, w->for_ds, w->dp, n);
+    r -= planted_error(g->p->recipe, w->for_ds, w->dp, n, r);
     double rho = 0;
     double rho_stored = 0;
     for (int64_t j = 0; j < n; j++) {

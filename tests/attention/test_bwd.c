@@ -106,6 +106,16 @@ static void test_every_preset_on_every_value_format(void **state)
     }
 }
 
+static void test_a_planted_leak(void **state)
+{
+    (void)state;
+    for (int preset = BWD_REPRESENTED; preset <= BWD_BF16; preset++) {
+        struct attention_recipe recipe = recipe_of(PV_MXFP4, preset);
+        recipe.debug_leak = preset % 2 == 0 ? 0.1f : -0.1f;
+        check_recipe(&gqa, &recipe, INPUT_GAUSS);
+    }
+}
+
 static void test_forward_options_reach_the_backward(void **state)
 {
     (void)state;
@@ -369,6 +379,7 @@ int main(void)
         cmocka_unit_test(test_exact_gradients_are_central_differences),
         cmocka_unit_test(test_bf16_route_gives_the_exact_gradients),
         cmocka_unit_test(test_every_preset_on_every_value_format),
+        cmocka_unit_test(test_a_planted_leak),
         cmocka_unit_test(test_forward_options_reach_the_backward),
         cmocka_unit_test(test_every_probability_map_reaches_the_backward),
         cmocka_unit_test(test_every_switch_alone),

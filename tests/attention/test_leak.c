@@ -2,6 +2,8 @@
 #include "tests/attention/cases.h"
 #include "tests/test.h"
 
+#include <math.h>
+
 static const struct attention_shape shape = {1, 384, 2, 1, 128, true, 0.08838835f};
 
 struct leak {
@@ -104,6 +106,47 @@ static void test_r_must_use_the_decoded_dout(void **state)
     assert_true(leak_of(&recipe, INPUT_GAUSS).before > 6 * consistent);
 }
 
+/* The planted leak: of the size asked for, of one sign, in every route; and nothing at all with 0. */
+static void test_a_planted_leak_has_its_size_and_sign(void **state)
+{
+    (void)state;
+    static const double sizes[] = {0.03, -0.03, 0.2};
+    for (int pv = PV_BF16; pv <= PV_FP4_UE5M3; pv++) {
+        for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+            struct attention_recipe recipe = recipe_of(pv, BWD_RECENTRED);
+            recipe.debug_leak = (float)sizes[i];
+            double lambda = leak_of(&recipe, INPUT_GAUSS).before;
+            /* The leak adds to sum |dS| too, to second order. */
+            assert_true(fabs(lambda / fabs(sizes[i]) - 1) < 0.1);
+        }
+    }
+}
+
+/* sum_j dS_ij k_j is what dQ is made of: with all keys equal only the row sum is left, so dQ shows the sign. */
+static void test_a_planted_leak_shows_in_dq_with_its_sign(void **state)
+{
+    (void)state;
+    for (int sign = -1; sign <= 1; sign++) {
+        struct attention_recipe recipe = attention_recipe_bf16();
+        struct attention_case c;
+        recipe.bwd_stat = BWD_STAT_RECENTRED;
+        recipe.debug_leak = 0.1f * (float)sign;
+        case_open(&c, &shape, &recipe, INPUT_GAUSS, 11);
+        for (int64_t i = 0; i < case_keys(&c); i++) {
+            c.k[i] = 0x3f80; /* 1 */
+        }
+        case_forward(&c);
+        case_backward(&c);
+        int64_t wrong = 0;
+        for (int64_t i = shape.heads * shape.head_dim; i < case_queries(&c); i++) { /* row 0 has dS = 0 */
+            float dq = bf16_to_float(c.dq[i]);
+            wrong += sign == 0 ? fabsf(dq) > 1e-2f : dq * (float)sign <= 0;
+        }
+        assert_int_equal(wrong, 0);
+        case_close(&c);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -115,6 +158,8 @@ int main(void)
         cmocka_unit_test(test_bf16_is_the_yardstick),
         cmocka_unit_test(test_storing_ds_hides_the_difference),
         cmocka_unit_test(test_r_must_use_the_decoded_dout),
+        cmocka_unit_test(test_a_planted_leak_has_its_size_and_sign),
+        cmocka_unit_test(test_a_planted_leak_shows_in_dq_with_its_sign),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

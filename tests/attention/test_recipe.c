@@ -80,6 +80,10 @@ static void test_the_printed_line_names_every_choice(void **state)
     assert_non_null(strstr(text, "pv=mxfp4/ocp"));
     assert_non_null(strstr(text, "sink_keys_fp8=64"));
     assert_non_null(strstr(text, "backward=recentred"));
+    assert_null(strstr(text, "debug_leak"));
+    r.debug_leak = 0.05f;
+    attention_recipe_print(&r, text, sizeof text);
+    assert_non_null(strstr(text, " debug_leak=0.05"));
     char tiny[8];
     attention_recipe_print(&r, tiny, sizeof tiny); /* cut, not overrun */
     assert_int_equal(strlen(tiny), sizeof tiny - 1);
