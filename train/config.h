@@ -70,6 +70,8 @@ struct config {
     struct config_study study;
     char device[16];
     enum recompute recompute;
+    bool debug_allow;
+    char debug_fault[64];
     /* Where each key of the table got its value: "configs/x.toml:12", "command line" or "" for the default. */
     char origin[CONFIG_KEYS_MAX][CONFIG_ORIGIN];
 };

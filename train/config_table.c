@@ -108,6 +108,9 @@ const struct config_key config_keys[] = {
          "scale of dS; empty: by the preset"),
     ENUM("attention", "qk_grad", attention.qk_grad, qk_grad_names, "", RESUME_FIXED,
          "Q and K in dQ and dK; empty: by the preset"),
+    REAL("attention", "debug_leak", attention.debug_leak, "0", -1, 1, RESUME_FIXED,
+         "a planted error, for controls: r is shifted so that each row's sum of dS changes by this fraction of its sum "
+         "of |dS|; a key of this section so that arms may differ in it. Needs debug.allow"),
     TEXT("attention", "variant", KEY_TEXT, attention_variant, "auto", RESUME_FREE,
          "implementation by name; one that cannot run is an error"),
 
@@ -198,6 +201,12 @@ const struct config_key config_keys[] = {
     TEXT("device", "kind", KEY_TEXT, device, "auto", RESUME_FREE, "auto, cpu or cuda"),
     ENUM("device", "recompute", recompute, recompute_names, "none", RESUME_FREE,
          "block: keep block inputs only and run forward again in backward; changes no bit"),
+
+    BOOL("debug", "allow", debug_allow, "false", RESUME_FREE,
+         "permits errors that are planted on purpose: debug.fault and attention.debug_leak"),
+    TEXT("debug", "fault", KEY_TEXT, debug_fault, "", RESUME_FREE,
+         "KIND@UPDATE:RANK: nan_grad or inf_grad in one gradient element, nan_weight, or the rank's process does exit, "
+         "hang, kill (itself); again after a resume. Empty: none"),
 };
 const int config_key_count = sizeof config_keys / sizeof config_keys[0];
 _Static_assert(sizeof config_keys / sizeof config_keys[0] <= CONFIG_KEYS_MAX, "raise CONFIG_KEYS_MAX");

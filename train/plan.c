@@ -69,11 +69,26 @@ static enum status check_lengths(struct config *config)
     return OK;
 }
 
+/* What breaks a run on purpose must be asked for twice. */
+static enum status check_debug(const struct config *config, int ranks)
+{
+    struct fault fault;
+    const char *planted = config->debug_fault[0] != '\0'         ? "debug.fault"
+                          : config->attention.debug_leak != 0.0F ? "attention.debug_leak"
+                                                                 : NULL;
+    if (planted != NULL && !config->debug_allow) {
+        return status_fail(ERR_CONFIG, "%s is set: it breaks a run on purpose; set debug.allow = 1 if that is meant",
+                           planted);
+    }
+    return fault_parse(&fault, config->debug_fault, ranks);
+}
+
 /* Cheap questions of this room first, then those of the rooms that own shapes and recipes. */
 enum status plan_check(struct config *config, int ranks)
 {
     TRY(check_batch(config, ranks));
     TRY(check_lengths(config));
+    TRY(check_debug(config, ranks));
     TRY(model_config_check(&config->model, &config->linear));
     return attention_recipe_check(&config->attention, config->model.head_dim);
 }

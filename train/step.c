@@ -88,6 +88,9 @@ static void run_samples(struct trainer *t, struct step_result *r, int64_t *bad_s
         struct model_backward backward = {
             .batch = &batch_k, .loss_scale = (float)(1.0 / (double)r->valid), .grads = leaf};
         model_backward(t->model, &backward);
+        if (k == 0) {
+            fault_in_gradient(t, r->update, leaf);
+        }
         t->sample_loss[g] = loss.loss_sum;
         memcpy(t->sample_stats + g * layers, model_stats(t->model), (size_t)layers * sizeof *t->sample_stats);
         bool finite = isfinite(loss.loss_sum);
@@ -200,6 +203,7 @@ enum status step_run(struct trainer *t, double partner_loss, struct step_result 
     TRY(next_batch(t, r));
     r->data_ms = lap_ms(&clock);
 
+    fault_before_update(t, r->update);
     run_samples(t, r, &bad_sample); /* forward, loss, backward */
     lap_ms(&clock);
 

@@ -26,6 +26,7 @@ static enum status describe(struct trainer *t, const struct config *config, stru
     t->config = config;
     t->comm = comm;
     t->last_loss = NAN;
+    TRY(fault_parse(&t->fault, config->debug_fault, comm->size));
     TRY(param_list_open(&t->params, &config->model));
     t->segments = calloc((size_t)t->params.count, sizeof *t->segments);
     if (t->segments == NULL) {

@@ -7,6 +7,7 @@
 #include "model/model.h"
 #include "optim/gradnorm.h"
 #include "train/config.h"
+#include "train/fault.h"
 
 struct trainer {
     const struct config *config;
@@ -27,6 +28,7 @@ struct trainer {
     int64_t update;   /* updates made */
     int64_t samples;  /* consumed: the whole state of the data */
     double last_loss; /* of the last update made; NaN before the first */
+    struct fault fault;
 };
 
 /* The attention of one sample. */
