@@ -51,6 +51,7 @@ static const struct change fixed[] = {
     {"attention.do_scale", "fixed", ""},
     {"attention.ds_scale", "fixed", ""},
     {"attention.qk_grad", "lift", ""},
+    {"attention.debug_leak", "0.125", "--debug.allow=true"},
     {"linear.attn", "fp8", ""},
     {"linear.mlp", "fp8", ""},
     {"linear.first_layers_bf16", "1", ""},
