@@ -32,7 +32,7 @@ MUST_CHECK enum status status_fail_errno(enum status status, const char *path, c
 
 const char *status_name(enum status status);
 
-/* The process exit status of DESIGN: 0 done, 1 wrong use or input, 2 machine, 3 diverged, 4 stopped. */
+/* The process exit status: 0 done, 1 wrong use or input, 2 machine, 3 diverged, 4 stopped. */
 int status_exit_code(enum status status);
 
 /* The text of the last status_fail of this thread, without the log prefix; "" before the first. For tests. */

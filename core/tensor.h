@@ -30,7 +30,7 @@ static inline float bf16_to_float(bf16 x)
     return u.value;
 }
 
-/* Round to nearest, ties to even; overflow gives Inf, any NaN gives 0x7fff with its sign dropped (NUMERICS: cvt.rn). */
+/* Round to nearest, ties to even; overflow gives Inf, any NaN gives 0x7fff with its sign dropped (docs/numerics.md). */
 static inline bf16 bf16_from_float(float x)
 {
     union {
