@@ -88,7 +88,7 @@ asan: ## all tests under AddressSanitizer and UBSan
 	$(MAKE) BUILD=asan CUDA=0 test
 
 tsan: ## the threaded tests under ThreadSanitizer (no OpenMP)
-	$(MAKE) BUILD=tsan CUDA=0 MPI=0 TESTS_ONLY="data" test
+	$(MAKE) BUILD=tsan CUDA=0 MPI=0 test/data
 
 $(OUT)/%.o: %.c
 	@mkdir -p $(@D)
@@ -124,7 +124,7 @@ demo: deps ## install what is missing, build, train matched arms on real text, p
 test: deps tidy ## all tests that need no GPU
 	$(MAKE) all
 	$(MAKE) test-binaries
-	BUILD_DIR=$(OUT) tools/run_tests.sh $(if $(TESTS_ONLY),$(filter $(foreach r,$(TESTS_ONLY),$(OUT)/tests/$(r)/%),$(TESTS)),$(TESTS))
+	BUILD_DIR=$(OUT) tools/run_tests.sh $(TESTS)
 
 test/%: ## the tests of one room: make test/attention
 	$(if $(filter run faults,$*),$(MAKE) all)
