@@ -1,8 +1,9 @@
 /* tests/dist: runs a test program again as several ranks under mpirun. */
 #pragma once
 
-#include <stddef.h>
+/* Runs this program as `ranks` ranks: mpirun ... PROGRAM `role`. Returns mpirun's exit status, or -1 if it did not end
+ * by itself within 60 s. Prints what happened; skips the test in a build without MPI. */
+int ranks_run(int ranks, const char *role);
 
-/* Runs this program as `ranks` ranks: mpirun ... PROGRAM `role`. What they print lands in `output`, NUL-terminated.
- * Returns mpirun's exit status, or -1 if it did not end by itself within 60 s. */
-int ranks_run(int ranks, const char *role, char *output, size_t bytes);
+/* What the ranks of the last call printed, NUL-terminated. */
+extern char ranks_output[65536];

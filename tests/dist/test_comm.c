@@ -149,19 +149,6 @@ static int run_role(const char *name, int *argc, char ***argv)
     return 99;
 }
 
-static char output[65536];
-
-static int run(int ranks, const char *role)
-{
-    if (!comm_has_mpi()) {
-        skip();
-    }
-    int code = ranks_run(ranks, role, output, sizeof output);
-    print_message("%d ranks, %s: exit %d\n%s", ranks, role, code, output);
-    print_message("\n"); /* cmocka cuts long messages, and "OK" must begin a line */
-    return code;
-}
-
 static void test_one_rank_copies(void **state)
 {
     (void)state;
@@ -228,22 +215,22 @@ static void test_a_batch_script_is_one_rank(void **state)
 static void test_collectives_of_2_3_4_ranks(void **state)
 {
     (void)state;
-    assert_int_equal(run(2, "collectives"), 0);
-    assert_int_equal(run(3, "collectives"), 0);
-    assert_int_equal(run(4, "collectives"), 0);
+    assert_int_equal(ranks_run(2, "collectives"), 0);
+    assert_int_equal(ranks_run(3, "collectives"), 0);
+    assert_int_equal(ranks_run(4, "collectives"), 0);
 }
 
 static void test_large_messages_arrive_whole(void **state)
 {
     (void)state;
-    assert_int_equal(run(2, "large"), 0);
+    assert_int_equal(ranks_run(2, "large"), 0);
 }
 
 static void test_a_rank_that_exits_ends_the_others(void **state)
 {
     (void)state;
     time_t start = time(NULL);
-    int code = run(3, "exits_early");
+    int code = ranks_run(3, "exits_early");
     assert_true(code > 0);
     assert_true(time(NULL) - start < 20);
 }
@@ -251,20 +238,20 @@ static void test_a_rank_that_exits_ends_the_others(void **state)
 static void test_a_rank_that_hangs_is_named(void **state)
 {
     (void)state;
-    assert_int_equal(run(4, "hangs"), 2);
-    assert_non_null(strstr(output, "comm_sum_i64: rank 0 heard nothing from rank 3"));
-    assert_null(strstr(output, "from rank 0"));
-    assert_int_equal(run(2, "receiver_hangs"), 2);
-    assert_non_null(strstr(output, "comm_broadcast: rank 0 heard nothing from rank 1"));
-    assert_int_equal(run(2, "close_alone"), 2);
-    assert_non_null(strstr(output, "comm_barrier: rank 0 heard nothing from rank 1"));
+    assert_int_equal(ranks_run(4, "hangs"), 2);
+    assert_non_null(strstr(ranks_output, "comm_sum_i64: rank 0 heard nothing from rank 3"));
+    assert_null(strstr(ranks_output, "from rank 0"));
+    assert_int_equal(ranks_run(2, "receiver_hangs"), 2);
+    assert_non_null(strstr(ranks_output, "comm_broadcast: rank 0 heard nothing from rank 1"));
+    assert_int_equal(ranks_run(2, "close_alone"), 2);
+    assert_non_null(strstr(ranks_output, "comm_barrier: rank 0 heard nothing from rank 1"));
 }
 
 static void test_ranks_that_disagree_on_a_size_end(void **state)
 {
     (void)state;
-    assert_int_equal(run(2, "disagrees"), 2);
-    assert_non_null(strstr(output, "expected 8 bytes from rank 0, found 7"));
+    assert_int_equal(ranks_run(2, "disagrees"), 2);
+    assert_non_null(strstr(ranks_output, "expected 8 bytes from rank 0, found 7"));
 }
 
 int main(int argc, char **argv)

@@ -130,38 +130,25 @@ static void test_no_leaves_are_refused(void **state)
     comm_close(&comm);
 }
 
-static char output[65536];
-
-static int run(int ranks, const char *role)
-{
-    if (!comm_has_mpi()) {
-        skip();
-    }
-    int code = ranks_run(ranks, role, output, sizeof output);
-    print_message("%d ranks, %s: exit %d\n%s", ranks, role, code, output);
-    print_message("\n"); /* cmocka cuts long messages, and "OK" must begin a line */
-    return code;
-}
-
 static void test_2_and_4_ranks_equal_the_recursion(void **state)
 {
     (void)state;
-    assert_int_equal(run(2, "tree"), 0);
-    assert_int_equal(run(4, "tree"), 0);
+    assert_int_equal(ranks_run(2, "tree"), 0);
+    assert_int_equal(ranks_run(4, "tree"), 0);
 }
 
 static void test_3_ranks_are_refused_with_the_remedy(void **state)
 {
     (void)state;
-    assert_int_equal(run(3, "tree"), 1);
-    assert_non_null(strstr(output, "found 3: start 2 or 4"));
+    assert_int_equal(ranks_run(3, "tree"), 1);
+    assert_non_null(strstr(ranks_output, "found 3: start 2 or 4"));
 }
 
 static void test_unequal_leaves_are_refused_with_the_remedy(void **state)
 {
     (void)state;
-    assert_int_equal(run(2, "unequal"), 1);
-    assert_non_null(strstr(output, "found 3 to 4"));
+    assert_int_equal(ranks_run(2, "unequal"), 1);
+    assert_non_null(strstr(ranks_output, "found 3 to 4"));
 }
 
 static int run_role(const char *role, int *argc, char ***argv)
