@@ -53,13 +53,20 @@ CFLAGS += -DWITH_CUDA=1
 LDLIBS += -L$(CUDA_HOME)/lib64 -lcudart_static -lrt -ldl -lstdc++
 NVFLAGS := -std=c++17 -I. -O3 -lineinfo -Werror all-warnings -Xcompiler -Wall,-Wextra -DWITH_CUDA=1
 # Plain _cuda files run on every GPU that the project knows; _sm90 and _sm100 files are written for one.
-GENCODE_cuda  := -gencode arch=compute_90a,code=sm_90a -gencode arch=compute_100a,code=sm_100a
+# GPU=90a builds for one kind only, for short turns while writing.
+GPU ?= 90a 100a
+GENCODE_cuda  := $(foreach g,$(GPU),-gencode arch=compute_$(g),code=sm_$(g))
 GENCODE_sm90  := -gencode arch=compute_90a,code=sm_90a
 GENCODE_sm100 := -gencode arch=compute_100a,code=sm_100a
+CUDA_CFLAGS   := -isystem $(CUDA_HOME)/include
 endif
 
 ROOMS := core numerics attention model optim data dist checkpoint train
+# Host code of the GPU is *_cuda.c and core/cuda.c.
 SOURCES := $(filter-out train/main.c $(if $(filter 0,$(MPI)),dist/comm_mpi.c),$(foreach r,$(ROOMS),$(wildcard $(r)/*.c)))
+ifneq ($(CUDA),1)
+SOURCES := $(filter-out core/cuda.c %_cuda.c %_nccl.c,$(SOURCES))
+endif
 ifeq ($(BUILD),fuzz)
 # The readers of files, and what they call.
 SOURCES := $(wildcard core/status.c core/log.c core/file.c core/json.c data/shard*.c checkpoint/*.c train/config*.c \
@@ -70,12 +77,14 @@ OBJECTS := $(SOURCES:%.c=$(OUT)/%.o) $(KERNELS:%.cu=$(OUT)/%.cu.o)
 LIBRARY := $(OUT)/libgpt8b.a
 TOOLS   := $(patsubst tools/%.c,%,$(wildcard tools/*.c))
 TESTS   := $(patsubst %.c,$(OUT)/%,$(wildcard tests/*/test_*.c))
+# Tests that need a GPU are tests/ROOM/gpu_*.c.
+GPU_TESTS := $(if $(filter 1,$(CUDA)),$(patsubst %.c,$(OUT)/%,$(wildcard tests/*/gpu_*.c)))
 # Other files beside the tests of a room are linked into each test of that room: oracles, drivers.
 # tests/faults drives the program with the driver of tests/run.
-TEST_HELPERS = $(patsubst %.c,$(OUT)/%.o,$(filter-out $(wildcard $(1)/test_*.c),$(wildcard $(1)/*.c)) \
+TEST_HELPERS = $(patsubst %.c,$(OUT)/%.o,$(filter-out $(wildcard $(1)/test_*.c $(1)/gpu_*.c),$(wildcard $(1)/*.c)) \
                  $(if $(filter tests/faults/,$(1)),tests/run/program.c))
 FUZZERS := $(patsubst %.c,$(OUT)/%,$(wildcard tests/fuzz/fuzz_*.c))
-BENCHES := $(patsubst %.c,$(OUT)/%,$(wildcard bench/*.c))
+BENCHES := $(patsubst %.c,$(OUT)/%,$(filter-out $(if $(filter 0,$(CUDA)),bench/%_cuda.c),$(wildcard bench/*.c)))
 PROGRAMS := $(addprefix $(OUT)/,$(if $(wildcard train/main.c),train_gpt8b) $(TOOLS))
 GENERATED_FROM := $(SOURCES) train/main.c $(wildcard tools/*.c tests/*/*.c bench/*.c)
 
@@ -92,7 +101,7 @@ tsan: ## the threaded tests under ThreadSanitizer (no OpenMP)
 
 $(OUT)/%.o: %.c
 	@mkdir -p $(@D)
-	$(Q)$(CC) $(CFLAGS) $(if $(findstring dist/comm,$<),$(MPI_CFLAGS)) -MMD -MP -c $< -o $@
+	$(Q)$(CC) $(CFLAGS) $(if $(findstring dist/comm,$<),$(MPI_CFLAGS)) $(if $(findstring cuda,$<)$(findstring nccl,$<),$(CUDA_CFLAGS)) -MMD -MP -c $< -o $@
 
 arch_of = $(or $(findstring sm100,$1),$(findstring sm90,$1),cuda)
 $(OUT)/%.cu.o: %.cu
@@ -109,7 +118,7 @@ $(addprefix $(OUT)/,$(TOOLS)): $(OUT)/%: $(OUT)/tools/%.o $(LIBRARY)
 $(BENCHES): $(OUT)/bench/%: $(OUT)/bench/%.o $(LIBRARY)
 	$(Q)$(CC) $(LDFLAGS) $^ $(LDLIBS) -o $@
 .SECONDEXPANSION:
-$(TESTS): $(OUT)/%: $(OUT)/%.o $$(call TEST_HELPERS,$$(dir $$*)) $(LIBRARY)
+$(TESTS) $(GPU_TESTS): $(OUT)/%: $(OUT)/%.o $$(call TEST_HELPERS,$$(dir $$*)) $(LIBRARY)
 	$(Q)$(CC) $(LDFLAGS) $^ $(LDLIBS) -lcmocka -o $@
 
 $(FUZZERS): $(OUT)/%: $(OUT)/%.o $(OUT)/tests/fuzz/harness.o $(OUT)/tests/data/shard_files.o $(LIBRARY)
@@ -131,7 +140,14 @@ test/%: ## the tests of one room: make test/attention
 	$(MAKE) $(patsubst %.c,$(OUT)/%,$(wildcard tests/$*/test_*.c))
 	BUILD_DIR=$(OUT) tools/run_tests.sh $(patsubst %.c,$(OUT)/%,$(wildcard tests/$*/test_*.c))
 
+test-gpu: test-gpu-binaries ## the tests that need a GPU
+	BUILD_DIR=$(OUT) tools/run_tests.sh $(GPU_TESTS)
+
+gpu/%: ## build the GPU tests of one room: make gpu/attention
+	$(MAKE) $(patsubst %.c,$(OUT)/%,$(wildcard tests/$*/gpu_*.c))
+
 test-binaries: $(TESTS)
+test-gpu-binaries: $(GPU_TESTS)
 fuzzers: $(FUZZERS)
 
 SECONDS ?= 60
@@ -167,5 +183,5 @@ clean: ## remove build/ and the links in the root
 help: ## this text
 	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z_%\/.-]+:.*## / {printf "  %-24s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-.PHONY: all asan tsan demo test test-binaries fuzzers fuzz soak bench tidy format format-check deps clean help
+.PHONY: all asan tsan demo test test-gpu test-binaries test-gpu-binaries fuzzers fuzz soak bench tidy format format-check deps clean help
 -include $(patsubst %.c,$(OUT)/%.d,$(GENERATED_FROM)) $(KERNELS:%.cu=$(OUT)/%.cu.d)

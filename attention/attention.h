@@ -5,7 +5,10 @@
 #pragma once
 
 #include "attention/recipe.h"
+#include "core/device.h"
 #include "core/tensor.h"
+
+struct cuda;
 
 struct attention_shape {
     int64_t batch, tokens, heads, kv_heads, head_dim; /* query head h reads kv head h / (heads / kv_heads) */
@@ -42,8 +45,10 @@ void attention_stats_add(struct attention_stats *sum, const struct attention_sta
  *   saved      attention_saved_bytes, out; what backward needs beside the tensors above. NULL for inference.
  *   scratch    attention_scratch_bytes, undefined before and after
  *   stats      added to; may be NULL
- * A row with no visible key gives out = 0, lse_log2 = -INFINITY. Bits depend on neither B nor threads. */
+ * A row with no visible key gives out = 0, lse_log2 = -INFINITY. Bits depend on neither B nor threads.
+ * On CUDA all pointers (stats too) are device memory and the call only enqueues on cuda->stream. */
 struct attention_fwd {
+    const struct cuda *cuda; /* NULL on the CPU */
     struct attention_shape shape;
     const struct attention_recipe *recipe;
     struct head_view q, k, v, out;
@@ -54,6 +59,7 @@ struct attention_fwd {
 
 /* Backward: as above, with dout in, dq, dk, dv out (bf16, FP32 accumulation, one rounding; overwritten). */
 struct attention_bwd {
+    const struct cuda *cuda;
     struct attention_shape shape;
     const struct attention_recipe *recipe;
     struct head_view q, k, v, out, dout, dq, dk, dv;
@@ -66,6 +72,7 @@ struct attention_bwd {
 /* One implementation of both passes; they share the saved state, so they are chosen together. */
 struct attention_variant {
     const char *name;
+    enum device_kind device; /* where its tensors live */
     /* NULL if this variant runs (shape, recipe) on this build and machine, else why not. */
     const char *(*refuses)(const struct attention_shape *shape, const struct attention_recipe *recipe);
     size_t (*saved_bytes)(const struct attention_shape *shape, const struct attention_recipe *recipe);
@@ -77,6 +84,8 @@ struct attention_variant {
 /* All variants in order of preference, NULL-terminated. */
 extern const struct attention_variant *const attention_variants[];
 
-/* Chooses once, at start. name "auto": the first that does not refuse. Fails with ERR_UNSUPPORTED naming the reason. */
+/* Chooses once, at start, among the variants of one kind of device. name "auto": the first that does not refuse. Fails
+ * with ERR_UNSUPPORTED naming the reason. */
 MUST_CHECK enum status attention_choose(const struct attention_shape *shape, const struct attention_recipe *recipe,
-                                        const char *name, const struct attention_variant **variant);
+                                        enum device_kind device, const char *name,
+                                        const struct attention_variant **variant);

@@ -111,6 +111,7 @@ static void bwd_cpu(const struct attention_bwd *a)
 
 const struct attention_variant attention_variant_cpu = {
     .name = "cpu",
+    .device = DEVICE_CPU,
     .refuses = attention_refuses_cpu,
     .saved_bytes = attention_saved_bytes_cpu,
     .scratch_bytes = scratch_bytes_cpu,

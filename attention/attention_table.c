@@ -8,13 +8,13 @@
 const struct attention_variant *const attention_variants[] = {&attention_variant_cpu, NULL};
 
 enum status attention_choose(const struct attention_shape *shape, const struct attention_recipe *recipe,
-                             const char *name, const struct attention_variant **variant)
+                             enum device_kind device, const char *name, const struct attention_variant **variant)
 {
     bool any = strcmp(name, "auto") == 0;
     const char *why = NULL;
     for (int i = 0; attention_variants[i] != NULL; i++) {
         const struct attention_variant *v = attention_variants[i];
-        if (!any && strcmp(name, v->name) != 0) {
+        if (v->device != device || (!any && strcmp(name, v->name) != 0)) {
             continue;
         }
         why = v->refuses(shape, recipe);
@@ -24,8 +24,8 @@ enum status attention_choose(const struct attention_shape *shape, const struct a
         }
     }
     if (why == NULL) {
-        return status_fail(ERR_UNSUPPORTED, "attention: no variant '%s' in this build; use auto or %s", name,
-                           attention_variants[0]->name);
+        return status_fail(ERR_UNSUPPORTED, "attention: this build has no variant '%s' for device %s; use auto", name,
+                           device == DEVICE_CUDA ? "cuda" : "cpu");
     }
     char text[512];
     attention_recipe_print(recipe, text, sizeof text);

@@ -61,7 +61,7 @@ static enum status time_attention(struct result *r)
     struct attention_shape s = trainer_attention_shape(&r->config);
     const struct attention_recipe *recipe = &r->config.attention;
     const struct attention_variant *variant;
-    TRY(attention_choose(&s, recipe, "auto", &variant));
+    TRY(attention_choose(&s, recipe, DEVICE_CPU, "auto", &variant));
     struct head_view q = new_view(&s, s.heads, "q"), k = new_view(&s, s.kv_heads, "k"),
                      v = new_view(&s, s.kv_heads, "v"), out = new_view(&s, s.heads, "o"),
                      dout = new_view(&s, s.heads, "do"), dq = new_view(&s, s.heads, "dq"),

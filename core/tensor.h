@@ -14,11 +14,11 @@
 
 typedef uint16_t bf16;
 
-enum dtype { DTYPE_F32, DTYPE_BF16, DTYPE_I32, DTYPE_U8 };
+enum dtype { DTYPE_F32, DTYPE_BF16, DTYPE_I32, DTYPE_U8, DTYPE_E4M3, DTYPE_E5M2 };
 
 static inline size_t dtype_bytes(enum dtype dtype)
 {
-    return dtype == DTYPE_BF16 ? 2 : dtype == DTYPE_U8 ? 1 : 4;
+    return dtype == DTYPE_BF16 ? 2 : dtype == DTYPE_F32 || dtype == DTYPE_I32 ? 4 : 1;
 }
 
 static inline float bf16_to_float(bf16 x)

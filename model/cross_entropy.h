@@ -9,6 +9,8 @@
 
 #include <stdbool.h>
 
+struct cuda;
+
 enum { CROSS_ENTROPY_COLUMNS = 512 };
 
 struct cross_entropy {
@@ -34,12 +36,34 @@ struct cross_entropy_bwd {
     struct cross_entropy shape;
     float loss_scale;
     bf16 *dhidden;
-    float *dweight;
+    void *dweight;
+    enum dtype grad_type; /* of dweight: FP32, on CUDA also BF16 */
     bool accumulate;
     bf16 *dlogits;      /* scratch (rows, columns) */
     float *dhidden_sum; /* scratch (rows, C) */
 };
 void cross_entropy_bwd_cpu(const struct cross_entropy_bwd *a);
+
+/* CUDA: forward and backward in one pass over chunks of rows, so that each logit is made once. All pointers are device
+ * memory.
+ *   losses     (rows) fp32 out: lse - target's logit, 0 in ignored rows
+ *   dhidden    (rows, C) bf16 out, NULL: forward only
+ *   dweight    (V, C) FP32 or BF16: overwritten, or added to with `accumulate`; chunks are added in order
+ *   loss_scale is read from on->step at run time
+ *   logits, dlogits: scratch (chunk, V) fp32 and bf16 */
+struct cross_entropy_cuda {
+    int64_t rows, width, vocab, chunk; /* chunk rows at a time; a multiple of 16 */
+    const bf16 *hidden, *weight;
+    const int32_t *targets;
+    float *losses, *lse;
+    bf16 *dhidden;
+    void *dweight;
+    enum dtype grad_type;
+    bool accumulate;
+    float *logits;
+    bf16 *dlogits;
+};
+void cross_entropy_cuda(const struct cross_entropy_cuda *a, const struct cuda *on);
 
 /* logits (rows, vocab) fp32 of a few rows, for tests and export checks. */
 void cross_entropy_logits_cpu(const bf16 *hidden, const bf16 *weight, int64_t rows, int64_t width, int64_t vocab,

@@ -137,7 +137,7 @@ void cross_entropy_bwd_cpu(const struct cross_entropy_bwd *a)
                                 .k = s->rows,
                                 .a = a->dlogits,
                                 .b = s->hidden,
-                                .c = a->dweight + v0 * s->width,
+                                .c = (float *)a->dweight + v0 * s->width,
                                 .lda = n,
                                 .ldb = s->width,
                                 .ldc = s->width,

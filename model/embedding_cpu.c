@@ -17,7 +17,7 @@ enum { COLUMNS = 64 };
 /* Sums the chain of one token, a piece of columns at a time so that the sums stay in registers. */
 static void add_token(const struct embedding_bwd *a, int64_t first)
 {
-    float *row = a->dweight + a->tokens[first] * a->width;
+    float *row = (float *)a->dweight + a->tokens[first] * a->width;
     for (int64_t c0 = 0; c0 < a->width; c0 += COLUMNS) {
         int64_t n = a->width - c0 < COLUMNS ? a->width - c0 : COLUMNS;
         float sum[COLUMNS] = {0};

@@ -18,10 +18,13 @@
 #include "core/tensor.h"
 #include "model/model_config.h"
 
+struct cuda;
+
 struct linear {
     enum linear_format format;
     int64_t in, out;
     const bf16 *weight; /* (out, in): represented values, from linear_represent_weight unless BF16 */
+    const void *codes;  /* CUDA, FP8: what linear_represent_weight_cuda made instead */
     uint64_t stream;    /* of stochastic rounding */
 };
 
@@ -47,10 +50,23 @@ struct linear_bwd {
     int64_t rows;
     const bf16 *x, *dy; /* (rows, in), (rows, out) */
     bf16 *dx;           /* (rows, in) */
-    float *dw;          /* (out, in) fp32: overwritten, or added to with `accumulate` */
+    void *dw;           /* (out, in): overwritten, or added to with `accumulate` */
+    enum dtype grad_type; /* of dw: FP32, on CUDA also BF16 */
     bool accumulate;
     uint64_t seed, sample;
     uint32_t update;
     void *scratch;
 };
 void linear_bwd_cpu(const struct linear_bwd *a);
+
+/* CUDA: the same calls on device memory. rows may be several samples: then a scale spans them. FP8 runs as FP8 (E4M3 and
+ * E5M2 tensor cores); NVFP4 represents its exact values in BF16 and multiplies those (emulated: the log says so).
+ *   linear_weight_bytes_cuda   memory of a weight in its format: codes of w and of w^T with their scale (FP8), represented
+ *                              values (NVFP4), none (BF16)
+ *   linear_represent_weight_cuda  fills it and sets linear->weight or linear->codes; once per update
+ * Random numbers are keyed by on->step->sample and ->update, read at run time; `sample` and `update` are not looked at. */
+size_t linear_weight_bytes_cuda(enum linear_format format, int64_t out, int64_t in);
+void linear_represent_weight_cuda(struct linear *linear, const bf16 *w, void *memory, const struct cuda *on);
+size_t linear_scratch_bytes_cuda(enum linear_format format, int64_t rows, int64_t in, int64_t out);
+void linear_fwd_cuda(const struct linear_fwd *a, const struct cuda *on);
+void linear_bwd_cuda(const struct linear_bwd *a, const struct cuda *on);

@@ -14,6 +14,9 @@ struct model_options {
     struct attention_recipe attention;
     const struct attention_variant *variant;
     enum recompute recompute;
+    enum device_kind device;  /* CUDA: model_cuda.c, everything on `cuda`'s stream */
+    const struct cuda *cuda;
+    enum dtype grad_type; /* of model_backward.grads: FP32, on CUDA also BF16 */
     int64_t batch, tokens; /* the largest B and T of a call */
     int64_t logit_columns; /* vocabulary entries whose logits are held at once, part of the bits; 0 = the default */
     uint64_t seed;         /* for stochastic rounding inside linear recipes */
@@ -58,12 +61,24 @@ void model_forward(struct model *model, const struct model_batch *batch, bool ke
 struct model_backward {
     const struct model_batch *batch;
     float loss_scale; /* 1 / valid targets of the whole update */
-    float *grads;
+    void *grads;
     bool accumulate;
     void (*on_layer)(void *context, int layer);
     void *context;
 };
 void model_backward(struct model *model, const struct model_backward *b);
+
+/* CUDA. Batches (tokens, targets), weights, gradients and the arena are device memory; forward and backward only
+ * enqueue, so that they can be captured. `loss` of model_forward is NULL: loss sums go to model_losses, statistics of
+ * attention to model_stats, both device memory, overwritten by the next call. loss_scale, sample and update are read
+ * from cuda->step at run time, the arguments are not looked at. The head's gradient is made in forward (keep), where the
+ * logits are: model_forward then needs the gradient array too. */
+struct model_loss_row {
+    double loss_sum; /* of one sample */
+    int64_t valid;
+};
+void model_forward_cuda(struct model *model, const struct model_batch *batch, bool keep, void *grads, bool accumulate);
+const struct model_loss_row *model_losses(const struct model *model); /* (B) */
 
 /* Logits (rows, V) FP32 of some of the B T token rows of the last forward, for tests and export checks. */
 void model_logits(struct model *model, int64_t first_row, int64_t rows, float *logits);

@@ -31,7 +31,7 @@ struct linear_recipe {
     int first_layers_bf16, last_layers_bf16;
 };
 
-enum recompute { RECOMPUTE_NONE, RECOMPUTE_BLOCK };
+enum recompute { RECOMPUTE_NONE, RECOMPUTE_BLOCK, RECOMPUTE_GATE_UP }; /* GATE_UP: CUDA only */
 extern const char *const recompute_names[];
 
 /* Shapes that cannot be: heads not a multiple of kv_heads, odd head_dim, sizes below 1, formats whose block does not

@@ -203,7 +203,7 @@ static void project_back(const struct model *m, const struct backward *w, int la
                                         .x = x,
                                         .dy = dy,
                                         .dx = dx,
-                                        .dw = w->call->grads + m->layers[layer].matrix[p],
+                                        .dw = (float *)w->call->grads + m->layers[layer].matrix[p],
                                         .accumulate = w->add,
                                         .seed = m->options.seed,
                                         .sample = w->call->batch->sample + (uint64_t)w->sample,
@@ -229,7 +229,7 @@ static void norm_back(const struct model *m, const struct backward *w, size_t ga
                                           .residual = passes_by ? m->scratch.d : NULL,
                                           .inv_rms = inv_rms,
                                           .dx = m->scratch.d,
-                                          .dgain = w->call->grads + gain,
+                                          .dgain = (float *)w->call->grads + gain,
                                           .accumulate = w->add});
 }
 
@@ -250,7 +250,7 @@ static void norm_heads_back(const struct model *m, const struct backward *w, con
                                           .dy = d,
                                           .inv_rms = inv,
                                           .dx = d,
-                                          .dgain = w->call->grads + gain,
+                                          .dgain = (float *)w->call->grads + gain,
                                           .accumulate = w->add});
 }
 
@@ -318,7 +318,7 @@ static void add_array(float *sum, const float *x, int64_t n)
 static void embedding_backward(struct model *m, const struct backward *w, float *matrix)
 {
     const struct model_config *c = &m->config;
-    float *grads = w->call->grads + m->embed;
+    float *grads = (float *)w->call->grads + m->embed;
     int64_t n = (int64_t)c->vocab * c->width;
     if (!c->tied && !w->add) {
         memset(grads, 0, (size_t)n * sizeof *grads);

@@ -5,6 +5,8 @@
 
 #include <stdbool.h>
 
+struct cuda;
+
 /* y = x / sqrt(mean(x^2) + eps) * gain over each group of `width` neighbours; FP32, one rounding to BF16.
  *   x, y      (rows, groups, width) bf16; row strides in elements; y may be x
  *   inv_rms   (rows, groups) fp32 out; what backward needs
@@ -15,8 +17,11 @@ struct rmsnorm_fwd {
     float eps;
     bf16 *y;
     float *inv_rms;
+    const bf16 *branch; /* CUDA: NULL, or (rows, width): x + branch is rounded to BF16, kept in `sum`, and normalised */
+    bf16 *sum;          /* (rows, width), stride x_stride; may be x */
 };
 void rmsnorm_fwd_cpu(const struct rmsnorm_fwd *a);
+void rmsnorm_fwd_cuda(const struct rmsnorm_fwd *a, const struct cuda *on);
 
 /*   dx     = the gradient for dy, or with `residual` (same stride as dx; may be dx) residual + that, rounded once.
  *            dx may be dy, not x.
@@ -26,10 +31,15 @@ struct rmsnorm_bwd {
     const bf16 *x, *gain, *dy, *residual;
     const float *inv_rms;
     bf16 *dx;
-    float *dgain;
+    void *dgain;
+    enum dtype grad_type; /* of dgain: FP32, on CUDA also BF16 */
     bool accumulate;
+    float *scratch; /* CUDA: rmsnorm_bwd_scratch_bytes_cuda */
 };
 void rmsnorm_bwd_cpu(const struct rmsnorm_bwd *a);
+void rmsnorm_bwd_cuda(const struct rmsnorm_bwd *a, const struct cuda *on);
+size_t rmsnorm_bwd_scratch_bytes_cuda(int64_t rows, int64_t groups, int64_t width);
 
 /* sum = a + b, rounded to BF16: how a branch joins the residual stream. sum may be a or b. */
 void residual_add_cpu(const bf16 *a, const bf16 *b, bf16 *sum, int64_t n);
+void residual_add_cuda(const bf16 *a, const bf16 *b, bf16 *sum, int64_t n, const struct cuda *on);

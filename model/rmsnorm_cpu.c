@@ -68,7 +68,8 @@ static void gain_gradient(const struct rmsnorm_bwd *a)
             }
         }
         for (int64_t c = 0; c < n; c++) {
-            a->dgain[c0 + c] = a->accumulate ? a->dgain[c0 + c] + sum[c] : sum[c];
+            float *dgain = (float *)a->dgain + c0;
+            dgain[c] = a->accumulate ? dgain[c] + sum[c] : sum[c];
         }
     }
 }

@@ -4,6 +4,8 @@
 #include "core/tensor.h"
 #include "model/model_config.h"
 
+struct cuda;
+
 /* Inverse frequencies (D/2), computed in FP64 with llama3 scaling where asked, rounded once to FP32. */
 void rope_inverse_frequencies(const struct rope_config *rope, int head_dim, float *inverse);
 
@@ -19,3 +21,6 @@ struct rope_apply {
     bool inverse;
 };
 void rope_apply_cpu(const struct rope_apply *a);
+
+/* Rows of several samples: row r is position r mod `length`. */
+void rope_apply_cuda(const struct rope_apply *a, int64_t length, const struct cuda *on);

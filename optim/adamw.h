@@ -5,6 +5,8 @@
 
 #include <stdbool.h>
 
+struct cuda;
+
 struct adamw_config {
     float lr_peak;                               /* the schedule scales it */
     float beta1, beta2, eps, weight_decay, clip; /* clip <= 0: off */
@@ -41,3 +43,25 @@ size_t adamw_moment_bytes(const struct adamw_config *config); /* per element, of
 void adamw_step(const struct adamw_config *config, const struct adamw_state *state,
                 const struct adamw_segment *segments, int n_segments, const float *grads, float grad_scale, float lr,
                 uint32_t update);
+
+/* CUDA. The master weights of a BF16 weight w are the FP32 number whose bits are (w << 16) + remainder: 2 bytes an
+ * element instead of 4, the same FP32 values but for exact ties (optim/adamw_cuda.cu says how those are kept).
+ *   adamw_plan_cuda   copies the segment table to the device, into `memory` of adamw_plan_bytes_cuda
+ *   grads             FP32 or BF16 by grad_type
+ *   grad_scale        as above; finite: the caller has looked at the norm */
+struct adamw_cuda {
+    int16_t *remainder; /* master_fp32; else NULL */
+    bf16 *weights;
+    void *m, *v;
+    const void *plan; /* device */
+    int64_t blocks;   /* of the plan */
+};
+size_t adamw_plan_bytes_cuda(const struct adamw_segment *segments, int n_segments);
+void adamw_plan_cuda(struct adamw_cuda *state, const struct adamw_config *config, const struct adamw_segment *segments,
+                     int n_segments, void *memory, const struct cuda *on);
+void adamw_step_cuda(const struct adamw_config *config, const struct adamw_cuda *state, const void *grads,
+                     enum dtype grad_type, float grad_scale, float lr, uint32_t update, const struct cuda *on);
+
+/* Master weights as FP32 values (a checkpoint's form) and back: w = RNE(master). n elements, device memory. */
+void adamw_master_join_cuda(const bf16 *weights, const int16_t *remainder, float *master, size_t n, const struct cuda *on);
+void adamw_master_split_cuda(const float *master, bf16 *weights, int16_t *remainder, size_t n, const struct cuda *on);

@@ -14,5 +14,20 @@ struct gradnorm {
  * zeros, the segments likewise: bits depend on the gradients only. */
 struct gradnorm gradnorm_of(const float *grads, const struct adamw_segment *segments, int n_segments);
 
+/* CUDA: enqueues the same sums (per segment, blocks of 4096, fixed order) over FP32 or BF16 gradients. *result, device
+ * memory, holds what gradnorm_of returns once the stream is done; scratch of gradnorm_scratch_bytes_cuda. `plan` is
+ * adamw_plan_cuda's, whose blocks it shares. */
+struct gradnorm_cuda {
+    const void *plan;
+    int64_t blocks;
+    int n_segments;
+    const void *grads;
+    enum dtype grad_type;
+    void *scratch;
+    struct gradnorm *result;
+};
+size_t gradnorm_scratch_bytes_cuda(int64_t blocks, int n_segments);
+void gradnorm_cuda(const struct gradnorm_cuda *a, const struct cuda *on);
+
 /* min(1, clip / norm); 1 when clip <= 0. The norm must be finite. */
 float gradnorm_clip_scale(double norm, float clip);

@@ -103,6 +103,6 @@ enum status eval_run_pv_fp8(struct trainer *t, double *loss)
         log_info("no evaluation with pv = fp8: %s", refusal);
         return OK;
     }
-    TRY(attention_choose(&shape, recipe, "auto", &options.variant));
+    TRY(attention_choose(&shape, recipe, DEVICE_CPU, "auto", &options.variant));
     return eval_other(t, &options, loss);
 }

@@ -172,7 +172,7 @@ enum status plan_print(const struct config *config, struct comm *comm, const str
     double flops = model_flops_per_token(&config->model, &params, config->data.seq_len);
     struct model_options options = {.linear = config->linear, .attention = config->attention};
     struct attention_shape shape = trainer_attention_shape(config);
-    enum status status = attention_choose(&shape, &config->attention, config->attention_variant, &options.variant);
+    enum status status = attention_choose(&shape, &config->attention, DEVICE_CPU, config->attention_variant, &options.variant);
     if (status == OK && comm->rank == 0) {
         attention_recipe_print(&config->attention, recipe, sizeof recipe);
         fprintf(out, "plan of %s\nmodel\n  %-12s %zu (%d layers, width %d, %d/%d heads x %d, ffn %d, vocabulary %d)\n",

@@ -45,7 +45,7 @@ static enum status describe(struct trainer *t, const struct config *config, stru
                                         .tokens = config->data.seq_len,
                                         .seed = (uint64_t)config->run.seed};
     struct attention_shape shape = trainer_attention_shape(config);
-    return attention_choose(&shape, &config->attention, config->attention_variant, &t->options.variant);
+    return attention_choose(&shape, &config->attention, DEVICE_CPU, config->attention_variant, &t->options.variant);
 }
 
 /* The same calls for measuring and for real: what is planned is what is taken. */

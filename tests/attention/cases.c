@@ -102,7 +102,7 @@ void case_open(struct attention_case *c, const struct attention_shape *shape, co
     memset(c, 0, sizeof *c);
     c->shape = *shape;
     c->recipe = *recipe;
-    ASSERT(attention_choose(&c->shape, &c->recipe, "cpu", &c->variant) == OK);
+    ASSERT(attention_choose(&c->shape, &c->recipe, DEVICE_CPU, "cpu", &c->variant) == OK);
     c->q = draw(shape, TENSOR_Q, kind, seed);
     c->k = draw(shape, TENSOR_K, kind, seed);
     c->v = draw(shape, TENSOR_V, kind, seed);

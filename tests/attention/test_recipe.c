@@ -135,18 +135,18 @@ static void test_impossible_shapes_and_names_are_refused(void **state)
     struct attention_recipe r = recipe_of(PV_FP8, BWD_REPRESENTED);
     const struct attention_variant *v = NULL;
     struct attention_shape good = {.batch = 1, .tokens = 8, .heads = 6, .kv_heads = 2, .head_dim = 64};
-    assert_int_equal(attention_choose(&good, &r, "auto", &v), OK);
+    assert_int_equal(attention_choose(&good, &r, DEVICE_CPU, "auto", &v), OK);
     assert_string_equal(v->name, "cpu");
     struct attention_shape heads = good;
     heads.kv_heads = 4;
-    assert_int_equal(attention_choose(&heads, &r, "auto", &v), ERR_UNSUPPORTED);
+    assert_int_equal(attention_choose(&heads, &r, DEVICE_CPU, "auto", &v), ERR_UNSUPPORTED);
     assert_non_null(strstr(status_last_message(), "kv_heads=4"));
     struct attention_shape dim = good;
     dim.head_dim = 80 + 8;
-    assert_int_equal(attention_choose(&dim, &r, "cpu", &v), ERR_UNSUPPORTED);
+    assert_int_equal(attention_choose(&dim, &r, DEVICE_CPU, "cpu", &v), ERR_UNSUPPORTED);
     assert_non_null(strstr(status_last_message(), "head_dim=88"));
     assert_non_null(strstr(status_last_message(), "multiple of 16"));
-    assert_int_equal(attention_choose(&good, &r, "warp9", &v), ERR_UNSUPPORTED);
+    assert_int_equal(attention_choose(&good, &r, DEVICE_CPU, "warp9", &v), ERR_UNSUPPORTED);
     assert_non_null(strstr(status_last_message(), "warp9"));
 }
 

@@ -50,7 +50,7 @@ void fixture_open(struct fixture *f, const struct model_config *config, const st
                                     .kv_heads = config->kv_heads,
                                     .head_dim = config->head_dim,
                                     .causal = true};
-    assert_int_equal(attention_choose(&shape, &options->attention, "auto", &f->options.variant), OK);
+    assert_int_equal(attention_choose(&shape, &options->attention, DEVICE_CPU, "auto", &f->options.variant), OK);
     assert_int_equal(param_list_open(&f->params, config), OK);
     struct model *throw_away;
     arena_measure(&f->arena, "model");
