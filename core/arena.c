@@ -2,6 +2,9 @@
 #include "core/arena.h"
 
 #include "core/log.h"
+#if WITH_CUDA
+#include "core/cuda.h"
+#endif
 
 #include <stdint.h>
 #include <stdio.h>
@@ -14,7 +17,7 @@
 
 /* Guarded builds leave a gap behind each block. Under AddressSanitizer everything that is not taken is poisoned: gaps,
  * the tail of a block up to its alignment, and what was given back. */
-enum { ARENA_ALIGN = 64, ARENA_GAP = ARENA_GUARD ? 128 : 0 };
+enum { ARENA_ALIGN = 256, ARENA_GAP = ARENA_GUARD ? 256 : 0 };
 
 #if ARENA_GUARD && defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
@@ -28,6 +31,25 @@ void arena_measure(struct arena *arena, const char *name)
     memset(arena, 0, sizeof *arena);
     snprintf(arena->name, sizeof arena->name, "%s", name);
     arena->capacity = SIZE_MAX / 2;
+}
+
+enum status arena_open_on(struct arena *arena, const char *name, size_t capacity, enum device_kind kind)
+{
+    if (kind == DEVICE_CPU) {
+        return arena_open(arena, name, capacity);
+    }
+#if WITH_CUDA
+    void *base;
+    size_t whole = (capacity + ARENA_ALIGN - 1) / ARENA_ALIGN * ARENA_ALIGN;
+    TRY(cuda_alloc(&base, whole ? whole : ARENA_ALIGN, name));
+    arena_measure(arena, name);
+    arena->base = base;
+    arena->kind = kind;
+    arena->capacity = whole;
+    return OK;
+#else
+    return status_fail(ERR_UNSUPPORTED, "arena %s: this build has no GPU memory: build with CUDA=1", name);
+#endif
 }
 
 enum status arena_open(struct arena *arena, const char *name, size_t capacity)
@@ -48,6 +70,12 @@ enum status arena_open(struct arena *arena, const char *name, size_t capacity)
 
 void arena_close(struct arena *arena)
 {
+#if WITH_CUDA
+    if (arena->kind == DEVICE_CUDA) {
+        cuda_free(arena->base);
+        arena->base = NULL;
+    }
+#endif
     if (arena->base) {
         ASAN_UNPOISON_MEMORY_REGION(arena->base, arena->capacity);
         free(arena->base);
@@ -80,7 +108,7 @@ void *arena_take(struct arena *arena, const char *label, size_t bytes)
     size_t grown = arena->used > arena->high_water ? arena->used - arena->high_water : 0;
     arena->high_water += grown;
     label_add(arena, label, grown);
-    if (block) {
+    if (block && arena->kind == DEVICE_CPU) {
         ASAN_UNPOISON_MEMORY_REGION(block, bytes);
         if (ARENA_GUARD) {
             memset(block, 0xff, bytes); /* a NaN in FP32, BF16, E4M3 and E5M2; -1 as an integer */
@@ -97,7 +125,7 @@ size_t arena_mark(const struct arena *arena)
 void arena_rewind(struct arena *arena, size_t mark)
 {
     ASSERT(mark <= arena->used);
-    if (arena->base) {
+    if (arena->base && arena->kind == DEVICE_CPU) {
         ASAN_POISON_MEMORY_REGION(arena->base + mark, arena->used - mark);
     }
     arena->used = mark;

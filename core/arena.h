@@ -2,10 +2,11 @@
  *
  * A room describes what it needs by calling arena_take in a fixed order. The same calls run twice: first on a measuring
  * arena (no base: every pointer is NULL, only bytes are counted, by name), then on the real one. Nothing is allocated
- * after the run's first step. Blocks are 64-byte aligned; debug and sanitizer builds put guarded gaps between them and
+ * after the run's first step. Blocks are 256-byte aligned; debug and sanitizer builds put guarded gaps between them and
  * fill fresh memory with NaN patterns. */
 #pragma once
 
+#include "core/device.h"
 #include "core/status.h"
 
 #include <stddef.h>
@@ -19,7 +20,8 @@ struct arena_label {
 
 struct arena {
     char name[32];
-    unsigned char *base; /* owns; NULL while measuring */
+    unsigned char *base;   /* owns; NULL while measuring */
+    enum device_kind kind; /* where base lies */
     size_t used;
     size_t capacity;
     size_t high_water; /* most ever used, for scratch arenas that are rewound */
@@ -32,6 +34,9 @@ void arena_measure(struct arena *arena, const char *name);
 
 /* A real arena of `capacity` bytes. Fails with ERR_NOMEM, naming the arena and its bytes. */
 MUST_CHECK enum status arena_open(struct arena *arena, const char *name, size_t capacity);
+/* The same in the memory of a GPU (CUDA builds): blocks are 256-byte aligned whatever the kind, so that both have one
+ * plan. */
+MUST_CHECK enum status arena_open_on(struct arena *arena, const char *name, size_t capacity, enum device_kind kind);
 void arena_close(struct arena *arena);
 
 /* The next `bytes` of the arena, counted under `label`. NULL while measuring. More than was planned is our own mistake:

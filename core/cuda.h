@@ -16,7 +16,7 @@ struct gemm_cuda_state;
 
 /* What changes from call to call, in device memory: a captured graph is replayed with new values. */
 struct cuda_step {
-    uint64_t sample;  /* index of the first sample in the run: with update, keys random numbers */
+    uint64_t sample; /* index of the first sample in the run: with update, keys random numbers */
     uint32_t update;
     float loss_scale; /* 1 / valid targets of the whole update */
 };
@@ -25,9 +25,9 @@ struct cuda {
     int ordinal, capability, multiprocessors; /* capability: 10 * major + minor */
     int64_t l2_bytes;
     cuda_stream stream;
-    struct cuda_step *step;        /* device memory */
-    struct gemm_cuda_state *gemm;  /* owned by core/gemm_cuda.c */
-    struct cuda_failure *failure;  /* the first error that a call met, for cuda_sync */
+    struct cuda_step *step;       /* device memory */
+    struct gemm_cuda_state *gemm; /* owned by core/gemm_cuda.c */
+    struct cuda_failure *failure; /* the first error that a call met, for cuda_sync */
 };
 
 /* The GPU number `ordinal` of this process. Fails with ERR_UNSUPPORTED (no GPU, or not of a kind this build has kernels
@@ -38,6 +38,7 @@ void cuda_close(struct cuda *cuda);
 /* Plain device memory, and page-locked host memory. ERR_NOMEM names `what`, bytes wanted and bytes free. */
 MUST_CHECK enum status cuda_alloc(void **memory, size_t bytes, const char *what);
 void cuda_free(void *memory);
+MUST_CHECK enum status cuda_memory_free(int64_t *bytes); /* of this GPU, now */
 MUST_CHECK enum status cuda_host_alloc(void **memory, size_t bytes, const char *what);
 void cuda_host_free(void *memory);
 
@@ -54,7 +55,8 @@ void cuda_set_step(const struct cuda *cuda, const struct cuda_step *step);
 /* Waits for everything enqueued. Fails with ERR_DEVICE: the first kept error, else what the runtime reports. */
 MUST_CHECK enum status cuda_sync(const struct cuda *cuda, const char *what);
 
-/* Keeps an error for cuda_sync; `code` is a cudaError_t, 0 means none. For .cu files: cuda_launched() in core/cuda.cuh. */
+/* Keeps an error for cuda_sync; `code` is a cudaError_t, 0 means none. For .cu files: cuda_launched() in core/cuda.cuh.
+ */
 void cuda_note(const struct cuda *cuda, const char *what, int code);
 
 /* Points in time on the stream: milliseconds between two of them, after a sync. */

@@ -51,18 +51,13 @@ static void cpu_open(struct device *device)
 #endif
 }
 
-static enum status cuda_open(void)
+static enum status gpu_open(struct device *device, int ordinal)
 {
 #if WITH_CUDA
-    struct device gpu;
-    int capability;
-    TRY(device_cuda_query(&gpu, &capability));
-    return status_fail(
-        ERR_UNSUPPORTED,
-        "device cuda: %s (compute capability %d.%d, %.0f GiB) found, but this build has no GPU operators "
-        "yet; use device cpu",
-        gpu.name, capability / 10, capability % 10, (double)gpu.memory_bytes / 0x1p30);
+    return device_cuda_query(device, ordinal);
 #else
+    (void)device;
+    (void)ordinal;
     return status_fail(ERR_UNSUPPORTED, "device cuda: built without CUDA; use device cpu, or build with CUDA=1");
 #endif
 }
@@ -70,7 +65,7 @@ static enum status cuda_open(void)
 enum status device_open(struct device *device, const char *kind)
 {
     if (strcmp(kind, "cuda") == 0) {
-        return cuda_open();
+        return gpu_open(device, 0);
     }
     /* auto is the CPU also where there is a GPU: no operator runs on one yet. */
     if (strcmp(kind, "cpu") == 0 || strcmp(kind, "auto") == 0) {

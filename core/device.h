@@ -1,4 +1,4 @@
-/* core: where arrays live and loops run. Today's builds know the CPU; CUDA adds a kind, not an interface. */
+/* core: where arrays live and loops run. */
 #pragma once
 
 #include "core/status.h"
@@ -12,11 +12,13 @@ struct device {
     char name[256];       /* as the vendor writes it: CPU model name, GPU name */
     int threads;          /* CPU: OpenMP threads of this process */
     int64_t memory_bytes; /* what this process may plan with */
+    int ordinal;          /* CUDA: which GPU of the machine */
+    int capability;       /* CUDA: 10 * major + minor of its compute capability */
 };
 
 /* `kind` is auto, cpu or cuda. Fails with ERR_UNSUPPORTED when this build or machine lacks what was asked for. */
 MUST_CHECK enum status device_open(struct device *device, const char *kind);
 
-/* The first GPU and 10 * major + minor of its compute capability. Only in builds with CUDA (device_cuda.cu).
- * Fails with ERR_UNSUPPORTED if there is none, ERR_DEVICE if the runtime breaks. */
-MUST_CHECK enum status device_cuda_query(struct device *gpu, int *capability);
+/* GPU number `ordinal`. Only in builds with CUDA (core/cuda.c). Fails with ERR_UNSUPPORTED if there is none, or none
+ * that this build has kernels for; ERR_DEVICE if the runtime breaks. */
+MUST_CHECK enum status device_cuda_query(struct device *gpu, int ordinal);

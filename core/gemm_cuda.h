@@ -20,7 +20,7 @@ struct gemm_cuda {
     enum dtype a_type, b_type, c_type; /* BF16 and BF16, or E4M3/E5M2 and E4M3/E5M2 (not both E5M2); C: BF16 or FP32 */
     bool trans_a, trans_b;             /* a is (k, m), b is (n, k) */
     float alpha, beta;                 /* beta 0 never reads C */
-    const float *a_scale, *b_scale;    /* FP8 only, device memory, one number each: the value of a code is code * scale */
+    const float *a_scale, *b_scale; /* FP8 only, device memory, one number each: the value of a code is code * scale */
 };
 void gemm_cuda(const struct cuda *cuda, const struct gemm_cuda *g);
 

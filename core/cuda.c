@@ -1,0 +1,295 @@
+/* core: the GPU of this process, over the CUDA runtime's C interface. */
+#include "core/cuda.h"
+
+#include "core/gemm_cuda.h"
+
+#include <cuda_runtime_api.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* The first error of an enqueued call; operators cannot return one. */
+struct cuda_failure {
+    int code;
+    char what[96];
+};
+
+struct cuda_event {
+    cudaEvent_t event;
+};
+
+struct cuda_graph {
+    cudaGraphExec_t executable;
+};
+
+/* "what: the runtime's words (their name)" as ERR_DEVICE. */
+static enum status device_fail(const char *what, cudaError_t error)
+{
+    return status_fail(ERR_DEVICE, "GPU: %s: %s (%s)", what, cudaGetErrorString(error), cudaGetErrorName(error));
+}
+
+static enum status check(const char *what, cudaError_t error)
+{
+    return error == cudaSuccess ? OK : device_fail(what, error);
+}
+
+/* ---- devices ---- */
+
+static enum status count_devices(int *count)
+{
+    cudaError_t error = cudaGetDeviceCount(count);
+    /* A missing or too old driver is, for who asks, a machine without a usable GPU: the runtime's words say which. */
+    if (error == cudaErrorNoDevice || error == cudaErrorInsufficientDriver || (error == cudaSuccess && *count == 0)) {
+        return status_fail(ERR_UNSUPPORTED, "device cuda: no CUDA device (%s); use device cpu",
+                           cudaGetErrorString(error));
+    }
+    return check("counting devices", error);
+}
+
+enum status device_cuda_query(struct device *gpu, int ordinal)
+{
+    struct cudaDeviceProp properties;
+    int count = 0;
+    TRY(count_devices(&count));
+    if (ordinal >= count) {
+        return status_fail(ERR_UNSUPPORTED,
+                           "device cuda: GPU %d wanted by this rank, but the machine shows %d: start at most %d ranks "
+                           "a machine, or look at CUDA_VISIBLE_DEVICES",
+                           ordinal, count, count);
+    }
+    TRY(check("querying properties", cudaGetDeviceProperties(&properties, ordinal)));
+    int capability = 10 * properties.major + properties.minor;
+    if (capability != 90 && capability != 100 && capability != 103) {
+        return status_fail(ERR_UNSUPPORTED,
+                           "device cuda: %s has compute capability %d.%d; this build has kernels for 9.0 (H100, H200) "
+                           "and 10.x (B200, B300); use device cpu",
+                           properties.name, properties.major, properties.minor);
+    }
+    *gpu = (struct device){.kind = DEVICE_CUDA,
+                           .threads = 1,
+                           .memory_bytes = (int64_t)properties.totalGlobalMem,
+                           .ordinal = ordinal,
+                           .capability = capability};
+    snprintf(gpu->name, sizeof gpu->name, "%s", properties.name);
+    return OK;
+}
+
+static enum status open_parts(struct cuda *cuda, int ordinal)
+{
+    struct device gpu;
+    struct cudaDeviceProp properties;
+    TRY(device_cuda_query(&gpu, ordinal));
+    TRY(check("choosing the device", cudaSetDevice(ordinal)));
+    TRY(check("querying properties", cudaGetDeviceProperties(&properties, ordinal)));
+    cuda->ordinal = ordinal;
+    cuda->capability = gpu.capability;
+    cuda->multiprocessors = properties.multiProcessorCount;
+    cuda->l2_bytes = properties.l2CacheSize;
+    cuda->failure = calloc(1, sizeof *cuda->failure);
+    if (cuda->failure == NULL) {
+        return status_fail(ERR_NOMEM, "GPU: no host memory for its state");
+    }
+    TRY(check("making a stream", cudaStreamCreateWithFlags(&cuda->stream, cudaStreamNonBlocking)));
+    TRY(cuda_alloc((void **)&cuda->step, sizeof *cuda->step, "the step's numbers"));
+    return gemm_cuda_open(cuda);
+}
+
+enum status cuda_open(struct cuda **out, int ordinal)
+{
+    struct cuda *cuda = calloc(1, sizeof *cuda);
+    if (cuda == NULL) {
+        return status_fail(ERR_NOMEM, "GPU: no host memory for its state");
+    }
+    enum status status = open_parts(cuda, ordinal);
+    if (status == OK) {
+        struct cuda_step first = {.loss_scale = 1.0F};
+        cuda_set_step(cuda, &first);
+        status = cuda_sync(cuda, "first copy");
+    }
+    if (status != OK) {
+        cuda_close(cuda);
+        return status;
+    }
+    *out = cuda;
+    return OK;
+}
+
+void cuda_close(struct cuda *cuda)
+{
+    if (cuda == NULL) {
+        return;
+    }
+    if (cuda->gemm != NULL) {
+        gemm_cuda_close(cuda);
+    }
+    cuda_free(cuda->step);
+    if (cuda->stream != NULL) {
+        cudaStreamDestroy(cuda->stream);
+    }
+    free(cuda->failure);
+    free(cuda);
+}
+
+/* ---- memory ---- */
+
+enum status cuda_alloc(void **memory, size_t bytes, const char *what)
+{
+    *memory = NULL;
+    cudaError_t error = cudaMalloc(memory, bytes);
+    if (error == cudaErrorMemoryAllocation) {
+        size_t left = 0, whole = 0;
+        (void)cudaGetLastError(); /* it was told; it must not be reported again */
+        (void)cudaMemGetInfo(&left, &whole);
+        return status_fail(ERR_NOMEM, "GPU memory for %s: %.2f GiB wanted, %.2f of %.2f GiB free", what,
+                           (double)bytes / 0x1p30, (double)left / 0x1p30, (double)whole / 0x1p30);
+    }
+    return check(what, error);
+}
+
+void cuda_free(void *memory)
+{
+    if (memory != NULL) {
+        cudaFree(memory);
+    }
+}
+
+enum status cuda_memory_free(int64_t *bytes)
+{
+    size_t left = 0, whole = 0;
+    TRY(check("asking for free memory", cudaMemGetInfo(&left, &whole)));
+    *bytes = (int64_t)left;
+    return OK;
+}
+
+enum status cuda_host_alloc(void **memory, size_t bytes, const char *what)
+{
+    *memory = NULL;
+    if (cudaMallocHost(memory, bytes) != cudaSuccess) {
+        (void)cudaGetLastError();
+        return status_fail(ERR_NOMEM, "page-locked host memory for %s: %.2f GiB refused", what, (double)bytes / 0x1p30);
+    }
+    return OK;
+}
+
+void cuda_host_free(void *memory)
+{
+    if (memory != NULL) {
+        cudaFreeHost(memory);
+    }
+}
+
+void cuda_note(const struct cuda *cuda, const char *what, int code)
+{
+    if (code != 0 && cuda->failure->code == 0) {
+        cuda->failure->code = code;
+        snprintf(cuda->failure->what, sizeof cuda->failure->what, "%s", what);
+    }
+}
+
+void cuda_upload(const struct cuda *cuda, void *device, const void *host, size_t bytes)
+{
+    cuda_note(cuda, "upload", (int)cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, cuda->stream));
+}
+
+void cuda_download(const struct cuda *cuda, void *host, const void *device, size_t bytes)
+{
+    cuda_note(cuda, "download", (int)cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, cuda->stream));
+}
+
+void cuda_copy(const struct cuda *cuda, void *to, const void *from, size_t bytes)
+{
+    cuda_note(cuda, "copy", (int)cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, cuda->stream));
+}
+
+void cuda_zero(const struct cuda *cuda, void *device, size_t bytes)
+{
+    cuda_note(cuda, "fill with zeros", (int)cudaMemsetAsync(device, 0, bytes, cuda->stream));
+}
+
+void cuda_set_step(const struct cuda *cuda, const struct cuda_step *step)
+{
+    cuda_upload(cuda, cuda->step, step, sizeof *step);
+}
+
+enum status cuda_sync(const struct cuda *cuda, const char *what)
+{
+    cudaError_t error = cudaStreamSynchronize(cuda->stream);
+    if (cuda->failure->code != 0) {
+        return status_fail(ERR_DEVICE, "GPU: %s, noticed after %s: %s", cuda->failure->what, what,
+                           cudaGetErrorString((cudaError_t)cuda->failure->code));
+    }
+    return check(what, error);
+}
+
+/* ---- time ---- */
+
+enum status cuda_event_open(struct cuda_event **out)
+{
+    struct cuda_event *event = calloc(1, sizeof *event);
+    if (event == NULL) {
+        return status_fail(ERR_NOMEM, "GPU: no host memory for an event");
+    }
+    enum status status = check("making an event", cudaEventCreate(&event->event));
+    if (status != OK) {
+        free(event);
+        return status;
+    }
+    *out = event;
+    return OK;
+}
+
+void cuda_event_close(struct cuda_event *event)
+{
+    if (event != NULL) {
+        cudaEventDestroy(event->event);
+        free(event);
+    }
+}
+
+void cuda_event_record(const struct cuda *cuda, struct cuda_event *event)
+{
+    cuda_note(cuda, "recording an event", (int)cudaEventRecord(event->event, cuda->stream));
+}
+
+double cuda_event_ms(const struct cuda_event *from, const struct cuda_event *to)
+{
+    float ms = 0;
+    return cudaEventElapsedTime(&ms, from->event, to->event) == cudaSuccess ? (double)ms : 0.0;
+}
+
+/* ---- graphs ---- */
+
+enum status cuda_graph_begin(const struct cuda *cuda)
+{
+    return check("starting a capture", cudaStreamBeginCapture(cuda->stream, cudaStreamCaptureModeThreadLocal));
+}
+
+enum status cuda_graph_end(const struct cuda *cuda, struct cuda_graph **out)
+{
+    cudaGraph_t captured = NULL;
+    TRY(check("ending a capture", cudaStreamEndCapture(cuda->stream, &captured)));
+    struct cuda_graph *graph = calloc(1, sizeof *graph);
+    enum status status = graph == NULL
+                             ? status_fail(ERR_NOMEM, "GPU: no host memory for a graph")
+                             : check("preparing a graph", cudaGraphInstantiate(&graph->executable, captured, 0));
+    cudaGraphDestroy(captured);
+    if (status != OK) {
+        free(graph);
+        return status;
+    }
+    *out = graph;
+    return OK;
+}
+
+void cuda_graph_launch(const struct cuda *cuda, const struct cuda_graph *graph)
+{
+    cuda_note(cuda, "launching a graph", (int)cudaGraphLaunch(graph->executable, cuda->stream));
+}
+
+void cuda_graph_close(struct cuda_graph *graph)
+{
+    if (graph != NULL) {
+        cudaGraphExecDestroy(graph->executable);
+        free(graph);
+    }
+}
