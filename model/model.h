@@ -2,7 +2,8 @@
  * ranks nor files.
  *
  * Activations and gradients of activations are BF16, accumulation is FP32, weights come in BF16, gradients of weights
- * go out in FP32. The order of every sum is fixed: bits depend on neither threads nor on the batch a sample shares. */
+ * go out in FP32 (CUDA: or BF16). The order of every sum is fixed: on the CPU bits depend on neither threads nor on the
+ * batch a sample shares. */
 #pragma once
 
 #include "attention/attention.h"
@@ -14,12 +15,12 @@ struct model_options {
     struct attention_recipe attention;
     const struct attention_variant *variant;
     enum recompute recompute;
-    enum device_kind device;  /* CUDA: model_cuda.c, everything on `cuda`'s stream */
-    const struct cuda *cuda;
-    enum dtype grad_type; /* of model_backward.grads: FP32, on CUDA also BF16 */
-    int64_t batch, tokens; /* the largest B and T of a call */
-    int64_t logit_columns; /* vocabulary entries whose logits are held at once, part of the bits; 0 = the default */
-    uint64_t seed;         /* for stochastic rounding inside linear recipes */
+    enum device_kind device; /* where the model runs; the variant's device must be the same */
+    const struct cuda *cuda; /* CUDA: everything is enqueued on its stream. NULL is enough to measure */
+    enum dtype grad_type;    /* of gradients: FP32, on CUDA also BF16 */
+    int64_t batch, tokens;   /* the largest B and T of a call */
+    int64_t logit_columns;   /* CPU: vocabulary entries whose logits are held at once (bits!); 0 = the default */
+    uint64_t seed;           /* for stochastic rounding inside linear recipes */
 };
 
 struct model; /* activations, RoPE table, quantised weight copies */
@@ -48,16 +49,17 @@ struct model_loss {
     int64_t valid;   /* targets that are not ignored */
 };
 
-/* Forward only (evaluation, or before backward): loss, and activations saved for backward if `keep`. Tokens lie in
+/* CPU. Forward only (evaluation, or before backward): loss, and activations saved for backward if `keep`. Tokens lie in
  * [0, V), targets in [-1, V): the loader has checked them. A batch of B gives the bits of B calls with one sample each,
  * losses added in order. */
 void model_forward(struct model *model, const struct model_batch *batch, bool keep, struct model_loss *loss);
 
-/* Backward of loss_scale * loss_sum of the last forward (same batch, keep = true). grads (flat FP32) is overwritten
- * if `accumulate` is false (gaps too, with zeros), added to otherwise. Each sample's gradient is complete before it is
- * added, in sample order: a batch of B gives the bits of B calls that accumulate, or of B gradients added in order.
- * on_layer (may be NULL) is called when the gradients of a layer are final: L for the head (unless tied) and final
- * norm, L-1 .. 0, then -1 for the embedding. */
+/* Backward of loss_scale * loss_sum of the last forward (same batch, keep = true). grads (flat, options.grad_type) is
+ * overwritten if `accumulate` is false (gaps too, with zeros), added to otherwise. On the CPU each sample's gradient is
+ * complete before it is added, in sample order: a batch of B gives the bits of B calls that accumulate, or of B
+ * gradients added in order. on_layer (may be NULL) is called when the gradients of a layer are final (on CUDA: will be,
+ * once what is enqueued so far has run): L for the head (unless tied) and final norm, L-1 .. 0, then -1 for the
+ * embedding. */
 struct model_backward {
     const struct model_batch *batch;
     float loss_scale; /* 1 / valid targets of the whole update */
@@ -68,22 +70,38 @@ struct model_backward {
 };
 void model_backward(struct model *model, const struct model_backward *b);
 
-/* CUDA. Batches (tokens, targets), weights, gradients and the arena are device memory; forward and backward only
- * enqueue, so that they can be captured. `loss` of model_forward is NULL: loss sums go to model_losses, statistics of
- * attention to model_stats, both device memory, overwritten by the next call. loss_scale, sample and update are read
- * from cuda->step at run time, the arguments are not looked at. The head's gradient is made in forward (keep), where the
- * logits are: model_forward then needs the gradient array too. */
+/* ---- CUDA ----
+ *
+ * Tokens, targets, weights, gradients, logits and the arena are device memory. All calls but model_plan, model_close
+ * and model_warm_up only enqueue on the stream of options.cuda: they can be captured, one graph for the first
+ * micro-batch of an update (accumulate = false) and one for the others. loss_scale, sample and update are read from
+ * cuda->step when the work runs; the fields of the arguments are not looked at. All B T tokens run at once: a scale of
+ * a linear recipe spans the batch, and samples are summed inside of products, so that B > 1 gives the CPU's result but
+ * for rounding. Two runs give equal bits, recomputation changes none. */
+
+/* Forward. The head's gradient is made here, where the logits are: `grads` (options.grad_type) and `accumulate` are
+ * those of the model_backward that follows. grads NULL: evaluation only, nothing is kept. */
+void model_forward_cuda(struct model *model, const struct model_batch *batch, void *grads, bool accumulate);
+
+/* Losses of the last forward by sample, device memory (B), overwritten by the next one. */
 struct model_loss_row {
-    double loss_sum; /* of one sample */
+    double loss_sum;
     int64_t valid;
 };
-void model_forward_cuda(struct model *model, const struct model_batch *batch, bool keep, void *grads, bool accumulate);
-const struct model_loss_row *model_losses(const struct model *model); /* (B) */
+const struct model_loss_row *model_losses(const struct model *model);
+
+/* Before the first capture, weights being set: one forward and backward of the planned shape on made-up tokens for both
+ * values of `accumulate`, not captured, so that the algorithm of each product is chosen by timing it. Leaves gradients
+ * and losses undefined and the statistics zero; waits. */
+MUST_CHECK enum status model_warm_up(struct model *model, void *grads);
+
+/* ---- both ---- */
 
 /* Logits (rows, V) FP32 of some of the B T token rows of the last forward, for tests and export checks. */
 void model_logits(struct model *model, int64_t first_row, int64_t rows, float *logits);
 
-/* Statistics of attention by layer, added since the last model_stats_reset. Length: layers. */
+/* Statistics of attention by layer, added since the last model_stats_reset. Length: layers. On CUDA device memory, and
+ * the reset is enqueued. Recomputed forwards are not counted again. */
 const struct attention_stats *model_stats(const struct model *model);
 void model_stats_reset(struct model *model);
 

@@ -6,7 +6,7 @@
 
 const char *const rope_scaling_names[] = {"none", "llama3", NULL};
 const char *const linear_format_names[] = {"bf16", "fp8", "nvfp4", NULL};
-const char *const recompute_names[] = {"none", "block", NULL};
+const char *const recompute_names[] = {"none", "block", "gate_up", NULL};
 
 struct layer_formats model_layer_formats(const struct model_config *config, const struct linear_recipe *linear,
                                          int layer)
