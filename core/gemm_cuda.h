@@ -1,11 +1,14 @@
 /* core: matrix products on the GPU, through cuBLASLt (loaded at run time). Only core/gemm names it.
  *
- * C (m, n) = alpha op(A) (m, k) op(B) (k, n) + beta C, row-major, FP32 accumulation. BF16 operands in any orientation;
- * E4M3 and E5M2 with A as it lies and B transposed only, that is both with k contiguous, and m, n, k and strides
- * multiples of 16.
+ * C (m, n) = alpha op(A) (m, k) op(B) (k, n) + beta C, row-major, FP32 accumulation. BF16 operands in any orientation.
+ * E4M3 and E5M2 with A as it lies and B transposed only, that is both with k contiguous; n, k and strides multiples of
+ * 16, any m. Pointers of FP8 operands are multiples of 16 bytes; BF16 runs at full speed where pointers and strides
+ * are.
  *
- * Per shape the algorithm is chosen once, from several candidates that are timed, and kept: bits repeat within a run,
- * and over runs that read the choices back (gemm_cuda_load). */
+ * Each shape (sizes, strides, types, orientation, whether C is added to, alignment) has one algorithm: the first that
+ * the library proposes, or once planned the fastest of several that were timed. It stays the same within a run and over
+ * runs that read the choices back, so bits repeat; another choice may change the order of a sum. Sums split over k are
+ * added in FP32 in a fixed order. */
 #pragma once
 
 #include "core/cuda.h"
@@ -21,19 +24,24 @@ struct gemm_cuda {
     bool trans_a, trans_b;             /* a is (k, m), b is (n, k) */
     float alpha, beta;                 /* beta 0 never reads C */
     const float *a_scale, *b_scale; /* FP8 only, device memory, one number each: the value of a code is code * scale */
+    bool fast;                      /* FP8: never promotes the tensor cores' sums (about 14 bits on Hopper) to FP32 */
 };
 void gemm_cuda(const struct cuda *cuda, const struct gemm_cuda *g);
 
-/* Loads cuBLASLt, takes a workspace. Part of cuda_open. ERR_UNSUPPORTED: the library is not there, with where it was
- * looked for. */
+/* Loads cuBLASLt, takes a workspace of 64 MiB. Part of cuda_open. ERR_UNSUPPORTED: the library is not there, with where
+ * it was looked for. */
 MUST_CHECK enum status gemm_cuda_open(struct cuda *cuda);
 void gemm_cuda_close(struct cuda *cuda);
 
-/* Chooses the algorithm of a shape now (the pointers must be valid memory: C is overwritten). During graph capture a
- * shape without a choice takes the first candidate untimed; plan shapes before. */
+/* Chooses the algorithm of a shape by timing, unless that was done. The pointers must be valid memory, best with data
+ * as they will be (zeros run faster than real numbers); C is left undefined. Waits. Not during graph capture. */
 MUST_CHECK enum status gemm_cuda_plan(const struct cuda *cuda, const struct gemm_cuda *g);
 
-/* The choices as a small JSON file, written into the run folder and each checkpoint, and read back: a file of another
- * device or library version is ignored with a notice. */
+/* While on, gemm_cuda plans the shapes that it meets, and what it leaves in C is undefined: run a step once like this
+ * to plan all its products. A failed plan is kept for cuda_sync. */
+void gemm_cuda_plan_all(const struct cuda *cuda, bool on);
+
+/* The planned choices as a small JSON file, for the run folder and each checkpoint, and read back: a file of another
+ * device or library version is ignored with a notice; ERR_DATA if it is damaged. */
 MUST_CHECK enum status gemm_cuda_save(const struct cuda *cuda, const char *path);
 MUST_CHECK enum status gemm_cuda_load(const struct cuda *cuda, const char *path);

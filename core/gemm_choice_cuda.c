@@ -1,0 +1,229 @@
+/* core/gemm: the table of choices, and its file. A choice keeps the library's descriptors, so that a product costs
+ * little on the host. */
+#include "core/gemm_choice.h"
+
+#include "core/json.h"
+#include "core/log.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+struct gemm_choice *gemm_choice_find(const struct gemm_cuda_state *state, const struct gemm_shape *shape)
+{
+    for (int i = 0; i < state->count; i++) {
+        if (memcmp(&state->choices[i].shape, shape, sizeof *shape) == 0) {
+            return &state->choices[i];
+        }
+    }
+    return NULL;
+}
+
+static cudaDataType_t lt_type(int64_t type)
+{
+    return type == DTYPE_F32    ? CUDA_R_32F
+           : type == DTYPE_BF16 ? CUDA_R_16BF
+           : type == DTYPE_E4M3 ? CUDA_R_8F_E4M3
+                                : CUDA_R_8F_E5M2;
+}
+
+/* A row-major matrix (rows, cols) is the column-major (cols, rows). */
+static cublasStatus_t describe_matrix(const struct cublaslt *lt, cublasLtMatrixLayout_t *layout, int64_t type,
+                                      int64_t rows, int64_t cols, int64_t stride)
+{
+    return lt->MatrixLayoutCreate(layout, lt_type(type), (uint64_t)cols, (uint64_t)rows, stride);
+}
+
+static cublasStatus_t describe(const struct cublaslt *lt, struct gemm_choice *c)
+{
+    const struct gemm_shape *s = &c->shape;
+    const cublasOperation_t op_a = s->trans_b ? CUBLAS_OP_T : CUBLAS_OP_N,
+                            op_b = s->trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+    const int8_t fast = s->fast ? 1 : 0;
+    cublasStatus_t status[] = {
+        lt->MatmulDescCreate(&c->product, CUBLAS_COMPUTE_32F, CUDA_R_32F),
+        describe_matrix(lt, &c->a, s->b_type, s->trans_b ? s->n : s->k, s->trans_b ? s->k : s->n, s->ldb),
+        describe_matrix(lt, &c->b, s->a_type, s->trans_a ? s->k : s->m, s->trans_a ? s->m : s->k, s->lda),
+        describe_matrix(lt, &c->c, s->c_type, s->m, s->n, s->ldc),
+    };
+    for (size_t i = 0; i < sizeof status / sizeof status[0]; i++) {
+        if (status[i] != CUBLAS_STATUS_SUCCESS) {
+            return status[i];
+        }
+    }
+    cublasStatus_t set = lt->MatmulDescSetAttribute(c->product, CUBLASLT_MATMUL_DESC_TRANSA, &op_a, sizeof op_a);
+    if (set == CUBLAS_STATUS_SUCCESS) {
+        set = lt->MatmulDescSetAttribute(c->product, CUBLASLT_MATMUL_DESC_TRANSB, &op_b, sizeof op_b);
+    }
+    if (set == CUBLAS_STATUS_SUCCESS) {
+        set = lt->MatmulDescSetAttribute(c->product, CUBLASLT_MATMUL_DESC_FAST_ACCUM, &fast, sizeof fast);
+    }
+    return set;
+}
+
+void gemm_choice_drop(struct gemm_cuda_state *state)
+{
+    struct gemm_choice *c = &state->choices[--state->count];
+    const cublasLtMatrixLayout_t layouts[] = {c->a, c->b, c->c};
+    for (int i = 0; i < 3; i++) {
+        if (layouts[i] != NULL) {
+            state->lt.MatrixLayoutDestroy(layouts[i]);
+        }
+    }
+    if (c->product != NULL) {
+        state->lt.MatmulDescDestroy(c->product);
+    }
+}
+
+enum status gemm_choice_add(struct gemm_cuda_state *state, const struct gemm_shape *shape, struct gemm_choice **choice)
+{
+    if (state->count == state->capacity) {
+        int capacity = state->capacity == 0 ? 32 : 2 * state->capacity;
+        struct gemm_choice *grown = realloc(state->choices, (size_t)capacity * sizeof *grown);
+        if (grown == NULL) {
+            return status_fail(ERR_NOMEM, "GPU: no host memory for %d choices of matrix products", capacity);
+        }
+        state->choices = grown;
+        state->capacity = capacity;
+    }
+    struct gemm_choice *c = &state->choices[state->count++];
+    *c = (struct gemm_choice){.shape = *shape};
+    cublasStatus_t described = describe(&state->lt, c);
+    if (described != CUBLAS_STATUS_SUCCESS) {
+        gemm_choice_drop(state);
+        return status_fail(ERR_UNSUPPORTED, "matrix product of %ld x %ld x %ld: cuBLASLt refuses its description (%s)",
+                           (long)shape->m, (long)shape->n, (long)shape->k, state->lt.GetStatusName(described));
+    }
+    *choice = c;
+    return OK;
+}
+
+/* ---- the file ---- */
+
+static const char *const number_names[] = {
+#define NUMBER_NAME(name) #name,
+    GEMM_SHAPE_NUMBERS(NUMBER_NAME)
+#undef NUMBER_NAME
+};
+enum { NUMBERS = sizeof number_names / sizeof number_names[0] };
+
+/* An algorithm is a few words that the library's documentation allows to store: 16 hexadecimal digits each. */
+enum { WORDS = sizeof(cublasLtMatmulAlgo_t) / sizeof(uint64_t), DIGITS = 16, TEXT_BYTES = WORDS * DIGITS + 1 };
+
+static void algorithm_to_text(const cublasLtMatmulAlgo_t *algorithm, char text[TEXT_BYTES])
+{
+    for (int i = 0; i < WORDS; i++) {
+        snprintf(text + i * DIGITS, DIGITS + 1, "%016llx", (unsigned long long)algorithm->data[i]);
+    }
+}
+
+static bool algorithm_from_text(const char *text, cublasLtMatmulAlgo_t *algorithm)
+{
+    if (strlen(text) != TEXT_BYTES - 1 || strspn(text, "0123456789abcdef") != TEXT_BYTES - 1) {
+        return false;
+    }
+    for (int i = 0; i < WORDS; i++) {
+        char word[DIGITS + 1] = {0};
+        memcpy(word, text + i * DIGITS, DIGITS);
+        algorithm->data[i] = strtoull(word, NULL, 16);
+    }
+    return true;
+}
+
+static json_t *choice_to_json(const struct gemm_choice *c)
+{
+    char text[TEXT_BYTES];
+    int64_t numbers[NUMBERS];
+    json_t *entry = json_object();
+    memcpy(numbers, &c->shape, sizeof numbers);
+    for (int i = 0; i < NUMBERS; i++) {
+        json_object_set_new(entry, number_names[i], json_integer(numbers[i]));
+    }
+    algorithm_to_text(&c->algorithm, text);
+    json_object_set_new(entry, "algorithm", json_string(text));
+    return entry;
+}
+
+enum status gemm_cuda_save(const struct cuda *cuda, const char *path)
+{
+    const struct gemm_cuda_state *state = cuda->gemm;
+    json_t *root = json_object(), *list = json_array();
+    json_object_set_new(root, "device", json_string(state->device));
+    json_object_set_new(root, "cublaslt", json_integer((json_int_t)state->lt.GetVersion()));
+    for (int i = 0; i < state->count; i++) {
+        if (state->choices[i].timed) {
+            json_array_append_new(list, choice_to_json(&state->choices[i]));
+        }
+    }
+    json_object_set_new(root, "choices", list);
+    enum status status = json_write_file(path, root);
+    json_decref(root);
+    return status;
+}
+
+/* Descriptors are made and the library asked before a choice from outside is believed. */
+static enum status take_choice(struct gemm_cuda_state *state, const char *path, const json_t *entry)
+{
+    struct gemm_shape shape;
+    int64_t numbers[NUMBERS];
+    const char *text = NULL;
+    cublasLtMatmulAlgo_t algorithm;
+    for (int i = 0; i < NUMBERS; i++) {
+        TRY(json_get_int(entry, path, number_names[i], &numbers[i]));
+    }
+    TRY(json_get_string(entry, path, "algorithm", &text));
+    memcpy(&shape, numbers, sizeof shape);
+    struct gemm_choice *c = gemm_choice_find(state, &shape);
+    bool added = c == NULL;
+    if (added) {
+        TRY(gemm_choice_add(state, &shape, &c));
+    }
+    cublasLtMatmulHeuristicResult_t result;
+    bool valid = algorithm_from_text(text, &algorithm) &&
+                 state->lt.MatmulAlgoCheck(state->handle, c->product, c->a, c->b, c->c, c->c, &algorithm, &result) ==
+                     CUBLAS_STATUS_SUCCESS &&
+                 result.workspaceSize <= GEMM_WORKSPACE_BYTES;
+    if (!valid) {
+        if (added) {
+            gemm_choice_drop(state);
+        }
+        return status_fail(ERR_DATA,
+                           "%s: the algorithm of the product %ld x %ld x %ld is not one of cuBLASLt: the file is "
+                           "damaged; remove it, and products are chosen again",
+                           path, (long)shape.m, (long)shape.n, (long)shape.k);
+    }
+    c->algorithm = algorithm;
+    c->timed = true;
+    return OK;
+}
+
+static enum status take_file(struct gemm_cuda_state *state, const char *path, const json_t *root)
+{
+    const char *device = NULL;
+    int64_t version = 0;
+    TRY(json_get_string(root, path, "device", &device));
+    TRY(json_get_int(root, path, "cublaslt", &version));
+    if (strcmp(device, state->device) != 0 || version != (int64_t)state->lt.GetVersion()) {
+        log_info("%s: matrix products were chosen for %s with cuBLASLt %ld, here is %s with %ld: not used", path,
+                 device, (long)version, state->device, (long)state->lt.GetVersion());
+        return OK;
+    }
+    const json_t *list = json_object_get(root, "choices");
+    if (!json_is_array(list)) {
+        return status_fail(ERR_DATA, "%s: \"choices\" is not a list; remove the file, and products are chosen again",
+                           path);
+    }
+    for (size_t i = 0; i < json_array_size(list); i++) {
+        TRY(take_choice(state, path, json_array_get(list, i)));
+    }
+    return OK;
+}
+
+enum status gemm_cuda_load(const struct cuda *cuda, const char *path)
+{
+    json_t *root = NULL;
+    TRY(json_read_file(path, &root));
+    enum status status = take_file(cuda->gemm, path, root);
+    json_decref(root);
+    return status;
+}
