@@ -10,6 +10,12 @@
 #include "core/arena.h"
 #include "model/params.h"
 
+/* Called with a group's name before its operators are enqueued, with NULL after: for timing by events. Not nested. */
+struct model_trace {
+    void (*mark)(void *context, const char *name);
+    void *context;
+};
+
 struct model_options {
     struct linear_recipe linear;
     struct attention_recipe attention;
@@ -21,6 +27,8 @@ struct model_options {
     int64_t batch, tokens;   /* the largest B and T of a call */
     int64_t logit_columns;   /* CPU: vocabulary entries whose logits are held at once (bits!); 0 = the default */
     uint64_t seed;           /* for stochastic rounding inside linear recipes */
+    bool unordered;          /* CUDA, run.deterministic = off: sums of attention in any order, which is faster */
+    const struct model_trace *trace; /* CUDA; NULL: none */
 };
 
 struct model; /* activations, RoPE table, quantised weight copies */
@@ -54,12 +62,12 @@ struct model_loss {
  * losses added in order. */
 void model_forward(struct model *model, const struct model_batch *batch, bool keep, struct model_loss *loss);
 
-/* Backward of loss_scale * loss_sum of the last forward (same batch, keep = true). grads (flat, options.grad_type) is
- * overwritten if `accumulate` is false (gaps too, with zeros), added to otherwise. On the CPU each sample's gradient is
- * complete before it is added, in sample order: a batch of B gives the bits of B calls that accumulate, or of B
- * gradients added in order. on_layer (may be NULL) is called when the gradients of a layer are final (on CUDA: will be,
- * once what is enqueued so far has run): L for the head (unless tied) and final norm, L-1 .. 0, then -1 for the
- * embedding. */
+/* Backward of loss_scale * loss_sum of the last forward (same batch, keep = true; on CUDA once a forward). grads (flat,
+ * options.grad_type) is overwritten if `accumulate` is false (gaps too, with zeros), added to otherwise. On the CPU
+ * each sample's gradient is complete before it is added, in sample order: a batch of B gives the bits of B calls that
+ * accumulate, or of B gradients added in order. on_layer (may be NULL) is called when the gradients of a layer are
+ * final (on CUDA: will be, once what is enqueued so far has run): L for the head (unless tied) and final norm, L-1 ..
+ * 0, then -1 for the embedding. */
 struct model_backward {
     const struct model_batch *batch;
     float loss_scale; /* 1 / valid targets of the whole update */
@@ -77,7 +85,7 @@ void model_backward(struct model *model, const struct model_backward *b);
  * micro-batch of an update (accumulate = false) and one for the others. loss_scale, sample and update are read from
  * cuda->step when the work runs; the fields of the arguments are not looked at. All B T tokens run at once: a scale of
  * a linear recipe spans the batch, and samples are summed inside of products, so that B > 1 gives the CPU's result but
- * for rounding. Two runs give equal bits, recomputation changes none. */
+ * for rounding. Two runs give equal bits (unless `unordered`), recomputation changes none. */
 
 /* Forward. The head's gradient is made here, where the logits are: `grads` (options.grad_type) and `accumulate` are
  * those of the model_backward that follows. grads NULL: evaluation only, nothing is kept. */

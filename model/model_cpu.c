@@ -34,30 +34,12 @@ static void norm(const struct model *m, int64_t rows, size_t gain, const bf16 *x
                                           .inv_rms = inv_rms});
 }
 
-/* Where Q, K and V of a layer lie. Q and K are neighbours in `rotated`; V stays in qkv. */
-struct heads {
-    int64_t q, kv;                 /* widths of Q and of K */
-    int64_t qkv_stride, qk_stride; /* of a token, in qkv and in rotated */
-};
-
-static struct heads heads_of(const struct model_config *c)
-{
-    int64_t q = (int64_t)c->heads * c->head_dim, kv = (int64_t)c->kv_heads * c->head_dim;
-    return (struct heads){q, kv, q + 2 * kv, c->qk_norm ? q + kv : q + 2 * kv};
-}
-
-static struct head_view view(bf16 *data, int64_t tokens, int64_t stride, int64_t head_dim)
-{
-    return (struct head_view){
-        .data = data, .batch_stride = tokens * stride, .token_stride = stride, .head_stride = head_dim};
-}
-
 /* The norm of Q's heads (first = 0) or of K's, which lie behind them. */
 static void norm_heads(const struct model *m, const struct block *k, int64_t rows, int64_t first, int64_t heads,
                        size_t gain, float *inv)
 {
     const struct model_config *c = &m->config;
-    struct heads h = heads_of(c);
+    struct heads h = model_heads(c);
     rmsnorm_fwd_cpu(&(struct rmsnorm_fwd){.rows = rows,
                                           .groups = heads,
                                           .width = c->head_dim,
@@ -86,17 +68,18 @@ static void rotate(const struct model *m, bf16 *x, int64_t rows, int64_t stride,
 static void attend(struct model *m, const struct block *k, int64_t T, bool keep, struct attention_stats *stats)
 {
     const struct model_config *c = &m->config;
-    struct heads h = heads_of(c);
-    m->options.variant->fwd(&(struct attention_fwd){.shape = model_attention_shape(c, T),
-                                                    .recipe = &m->options.attention,
-                                                    .q = view(k->rotated, T, h.qk_stride, c->head_dim),
-                                                    .k = view(k->rotated + h.q, T, h.qk_stride, c->head_dim),
-                                                    .v = view(k->qkv + h.q + h.kv, T, h.qkv_stride, c->head_dim),
-                                                    .out = view(k->attended, T, h.q, c->head_dim),
-                                                    .lse_log2 = k->lse_log2,
-                                                    .saved = keep ? k->attention : NULL,
-                                                    .scratch = m->scratch.attention,
-                                                    .stats = stats});
+    struct heads h = model_heads(c);
+    m->options.variant->fwd(
+        &(struct attention_fwd){.shape = model_attention_shape(c, 1, T),
+                                .recipe = &m->options.attention,
+                                .q = model_head_view(k->rotated, T, h.qk_stride, c->head_dim),
+                                .k = model_head_view(k->rotated + h.q, T, h.qk_stride, c->head_dim),
+                                .v = model_head_view(k->qkv + h.q + h.kv, T, h.qkv_stride, c->head_dim),
+                                .out = model_head_view(k->attended, T, h.q, c->head_dim),
+                                .lse_log2 = k->lse_log2,
+                                .saved = keep ? k->attention : NULL,
+                                .scratch = m->scratch.attention,
+                                .stats = stats});
 }
 
 /* All that backward reads of a layer, from the residual stream that enters it. Recomputation calls this again. */
@@ -111,7 +94,7 @@ static void block_forward(struct model *m, int index, int64_t T, const bf16 *in,
         norm_heads(m, k, T, 0, c->heads, layer->q_norm, k->q_inv);
         norm_heads(m, k, T, c->heads, c->kv_heads, layer->k_norm, k->k_inv);
     }
-    rotate(m, k->rotated, T, heads_of(c).qk_stride, false);
+    rotate(m, k->rotated, T, model_heads(c).qk_stride, false);
     attend(m, k, T, keep, stats);
     project(m, index, PROJECTION_O, T, k->attended, m->scratch.branch);
     residual_add_cpu(in, m->scratch.branch, k->middle, T * c->width);
@@ -164,9 +147,9 @@ static void sample_forward(struct model *m, const struct model_batch *batch, int
 
 void model_forward(struct model *m, const struct model_batch *batch, bool keep, struct model_loss *loss)
 {
-    ASSERT(m->weights && batch->batch >= 1 && batch->length >= 1);
+    ASSERT(m->options.device == DEVICE_CPU && m->weights && batch->batch >= 1 && batch->length >= 1);
     ASSERT(batch->batch <= m->options.batch && batch->length <= m->options.tokens);
-    struct attention_shape shape = model_attention_shape(&m->config, batch->length);
+    struct attention_shape shape = model_attention_shape(&m->config, 1, batch->length);
     ASSERT(m->options.variant->saved_bytes(&shape, &m->options.attention) <= m->attention_saved_bytes);
     ASSERT(m->options.variant->scratch_bytes(&shape, &m->options.attention) <= m->attention_scratch_bytes);
     struct model_loss sum = {0};
@@ -179,9 +162,8 @@ void model_forward(struct model *m, const struct model_batch *batch, bool keep, 
     *loss = sum;
 }
 
-void model_logits(struct model *m, int64_t first_row, int64_t rows, float *logits)
+void model_logits_cpu(struct model *m, int64_t first_row, int64_t rows, float *logits)
 {
-    ASSERT(first_row >= 0 && rows >= 0 && first_row + rows <= m->batch * m->length);
     const struct model_config *c = &m->config;
     cross_entropy_logits_cpu(m->hidden + first_row * c->width, m->weights + m->head, rows, c->width, c->vocab, logits);
 }
@@ -237,7 +219,7 @@ static void norm_heads_back(const struct model *m, const struct backward *w, con
                             int64_t heads, size_t gain, const float *inv)
 {
     const struct model_config *c = &m->config;
-    struct heads h = heads_of(c);
+    struct heads h = model_heads(c);
     bf16 *d = m->scratch.dqkv + first * c->head_dim;
     rmsnorm_bwd_cpu(&(struct rmsnorm_bwd){.rows = w->T,
                                           .groups = heads,
@@ -258,19 +240,19 @@ static void norm_heads_back(const struct model *m, const struct backward *w, con
 static void attend_back(struct model *m, const struct backward *w, int index, const struct block *k)
 {
     const struct model_config *c = &m->config;
-    struct heads h = heads_of(c);
+    struct heads h = model_heads(c);
     struct model_scratch *s = &m->scratch;
     int64_t T = w->T, D = c->head_dim;
-    m->options.variant->bwd(&(struct attention_bwd){.shape = model_attention_shape(c, T),
+    m->options.variant->bwd(&(struct attention_bwd){.shape = model_attention_shape(c, 1, T),
                                                     .recipe = &m->options.attention,
-                                                    .q = view(k->rotated, T, h.qk_stride, D),
-                                                    .k = view(k->rotated + h.q, T, h.qk_stride, D),
-                                                    .v = view(k->qkv + h.q + h.kv, T, h.qkv_stride, D),
-                                                    .out = view(k->attended, T, h.q, D),
-                                                    .dout = view(s->dattended, T, h.q, D),
-                                                    .dq = view(s->dqkv, T, h.qkv_stride, D),
-                                                    .dk = view(s->dqkv + h.q, T, h.qkv_stride, D),
-                                                    .dv = view(s->dqkv + h.q + h.kv, T, h.qkv_stride, D),
+                                                    .q = model_head_view(k->rotated, T, h.qk_stride, D),
+                                                    .k = model_head_view(k->rotated + h.q, T, h.qk_stride, D),
+                                                    .v = model_head_view(k->qkv + h.q + h.kv, T, h.qkv_stride, D),
+                                                    .out = model_head_view(k->attended, T, h.q, D),
+                                                    .dout = model_head_view(s->dattended, T, h.q, D),
+                                                    .dq = model_head_view(s->dqkv, T, h.qkv_stride, D),
+                                                    .dk = model_head_view(s->dqkv + h.q, T, h.qkv_stride, D),
+                                                    .dv = model_head_view(s->dqkv + h.q + h.kv, T, h.qkv_stride, D),
                                                     .lse_log2 = k->lse_log2,
                                                     .saved = k->attention,
                                                     .scratch = s->attention,
@@ -369,35 +351,18 @@ static void sample_backward(struct model *m, const struct backward *w)
 }
 
 /* Gaps between parameters hold zeros, in gradients too. */
-static void zero_gaps(const struct param_list *params, float *grads)
+static void zero_gap(void *grads, size_t at, size_t n)
 {
-    size_t end = 0;
-    for (int i = 0; i < params->count; i++) {
-        const struct param *p = &params->params[i];
-        memset(grads + end, 0, (p->offset - end) * sizeof *grads);
-        end = p->offset + (size_t)(p->rows * p->cols);
-    }
-    memset(grads + end, 0, (params->elements - end) * sizeof *grads);
+    memset((float *)grads + at, 0, n * sizeof(float));
 }
 
-void model_backward(struct model *m, const struct model_backward *call)
+void model_backward_cpu(struct model *m, const struct model_backward *call)
 {
-    ASSERT(m->kept && call->batch->batch == m->batch && call->batch->length == m->length);
     if (!call->accumulate) {
-        zero_gaps(m->params, call->grads);
+        model_each_gap(m->params, zero_gap, call->grads);
     }
     for (int64_t b = 0; b < m->batch; b++) {
         struct backward w = {.call = call, .sample = b, .T = m->length, .add = call->accumulate || b > 0};
         sample_backward(m, &w);
     }
-}
-
-const struct attention_stats *model_stats(const struct model *m)
-{
-    return m->stats;
-}
-
-void model_stats_reset(struct model *m)
-{
-    memset(m->stats, 0, (size_t)m->config.layers * sizeof *m->stats);
 }

@@ -1,0 +1,233 @@
+/* model: backward on the GPU. The head's part was made in forward; what was not kept is made again, layer by layer. */
+#include "core/cuda.h"
+#include "model/embedding.h"
+#include "model/model_cuda.h"
+#include "model/rmsnorm.h"
+#include "model/swiglu.h"
+
+#include <stdio.h>
+
+/* The gradient of the parameter at `offset`. */
+static void *gradient(const struct pass *w, size_t offset)
+{
+    return (unsigned char *)w->grads + offset * dtype_bytes(w->m->options.grad_type);
+}
+
+static void project_back(const struct pass *w, int layer, enum projection p, const bf16 *x, const bf16 *dy, bf16 *dx)
+{
+    static const char *const names[PROJECTIONS] = {"qkv backward", "o backward", "gate_up backward", "down backward"};
+    const struct model *m = w->m;
+    model_group_open(m, names[p]);
+    linear_bwd_cuda(&(struct linear_bwd){.linear = &m->layers[layer].linear[p],
+                                         .rows = w->n,
+                                         .x = x,
+                                         .dy = dy,
+                                         .dx = dx,
+                                         .dw = gradient(w, m->layers[layer].matrix[p]),
+                                         .grad_type = m->options.grad_type,
+                                         .accumulate = w->accumulate,
+                                         .seed = m->options.seed,
+                                         .scratch = m->gpu->tool},
+                    m->options.cuda);
+    model_group_close(m);
+}
+
+/* d (n, C), the gradient of the residual stream, takes on what comes through a norm (its output's gradient lies in
+ * branch): d += its dx, or d = dx for the final norm, which no stream passes by. */
+static void norm_back(const struct pass *w, size_t gain, const bf16 *x, bool passes_by)
+{
+    const struct model *m = w->m;
+    struct model_cuda *g = m->gpu;
+    int64_t width = m->config.width;
+    model_group_open(m, "norm backward");
+    rmsnorm_bwd_cuda(&(struct rmsnorm_bwd){.rows = w->n,
+                                           .groups = 1,
+                                           .width = width,
+                                           .x_stride = width,
+                                           .dy_stride = width,
+                                           .dx_stride = width,
+                                           .x = x,
+                                           .gain = m->weights + gain,
+                                           .dy = g->branch,
+                                           .residual = passes_by ? g->d : NULL,
+                                           .inv_rms = g->inv_rms,
+                                           .dx = g->d,
+                                           .dgain = gradient(w, gain),
+                                           .grad_type = m->options.grad_type,
+                                           .accumulate = w->accumulate,
+                                           .scratch = g->tool},
+                     m->options.cuda);
+    model_group_close(m);
+}
+
+static void norm_heads_back(const struct pass *w, const struct kept *k, int64_t first, int64_t heads, size_t gain,
+                            const float *inv)
+{
+    const struct model *m = w->m;
+    const struct model_config *c = &m->config;
+    struct heads h = model_heads(c);
+    bf16 *d = m->gpu->dqkv + first * c->head_dim;
+    rmsnorm_bwd_cuda(&(struct rmsnorm_bwd){.rows = w->n,
+                                           .groups = heads,
+                                           .width = c->head_dim,
+                                           .x_stride = h.qkv_stride,
+                                           .dy_stride = h.qkv_stride,
+                                           .dx_stride = h.qkv_stride,
+                                           .x = k->qkv + first * c->head_dim,
+                                           .gain = m->weights + gain,
+                                           .dy = d,
+                                           .inv_rms = inv,
+                                           .dx = d,
+                                           .dgain = gradient(w, gain),
+                                           .grad_type = m->options.grad_type,
+                                           .accumulate = w->accumulate,
+                                           .scratch = m->gpu->tool},
+                     m->options.cuda);
+}
+
+/* From dattended to dqkv. */
+static void attention_back(const struct pass *w, int index)
+{
+    const struct model *m = w->m;
+    const struct model_config *c = &m->config;
+    const struct kept *k = &m->gpu->kept[index];
+    struct model_cuda *g = m->gpu;
+    struct heads h = model_heads(c);
+    int64_t T = w->batch->length, D = c->head_dim;
+    model_group_open(m, "attention backward");
+    m->options.variant->bwd(&(struct attention_bwd){.cuda = m->options.cuda,
+                                                    .shape = model_attention_shape(c, w->batch->batch, T),
+                                                    .recipe = &m->options.attention,
+                                                    .q = model_head_view(k->rotated, T, h.qk_stride, D),
+                                                    .k = model_head_view(k->rotated + h.q, T, h.qk_stride, D),
+                                                    .v = model_head_view(k->qkv + h.q + h.kv, T, h.qkv_stride, D),
+                                                    .out = model_head_view(k->attended, T, h.q, D),
+                                                    .dout = model_head_view(g->dattended, T, h.q, D),
+                                                    .dq = model_head_view(g->dqkv, T, h.qkv_stride, D),
+                                                    .dk = model_head_view(g->dqkv + h.q, T, h.qkv_stride, D),
+                                                    .dv = model_head_view(g->dqkv + h.q + h.kv, T, h.qkv_stride, D),
+                                                    .lse_log2 = k->lse_log2,
+                                                    .saved = k->attention,
+                                                    .scratch = g->tool,
+                                                    .stats = &m->stats[index],
+                                                    .unordered = m->options.unordered});
+    model_group_close(m);
+    model_group_open(m, "rope backward");
+    model_rotate_cuda(w, g->dqkv, h.qkv_stride, true);
+    if (c->qk_norm) {
+        const struct layer *layer = &m->layers[index];
+        norm_heads_back(w, k, 0, c->heads, layer->q_norm, k->q_inv);
+        norm_heads_back(w, k, c->heads, c->kv_heads, layer->k_norm, k->k_inv);
+    }
+    model_group_close(m);
+}
+
+/* All that forward had when the layer's second norm was done, with normed and its inverse roots; gate_up as well. */
+static void recompute(const struct pass *w, int index)
+{
+    const struct model *m = w->m;
+    const struct layer *layer = &m->layers[index];
+    struct model_cuda *g = m->gpu;
+    const struct kept *k = &g->kept[index];
+    if (m->options.recompute == RECOMPUTE_BLOCK) {
+        const bf16 *in = model_residual_cuda(m, index);
+        model_norm_cuda(w, layer->input_norm, in, NULL, NULL, g->normed);
+        model_attend_cuda(w, index, true);
+        model_norm_cuda(w, layer->mlp_norm, in, g->branch, k->middle, g->normed);
+    } else {
+        model_norm_cuda(w, layer->mlp_norm, k->middle, NULL, NULL, g->normed);
+    }
+    if (m->options.recompute != RECOMPUTE_NONE) {
+        model_gate_up_cuda(w, index);
+    }
+}
+
+/* d: in, the gradient of what leaves the layer; out, of what enters it. */
+static void layer_backward(const struct pass *w, int index)
+{
+    const struct model *m = w->m;
+    const struct layer *layer = &m->layers[index];
+    struct model_cuda *g = m->gpu;
+    const struct kept *k = &g->kept[index];
+    const bf16 *in = model_residual_cuda(m, index);
+    char name[32];
+    snprintf(name, sizeof name, "layer %d", index);
+    model_range_open(name);
+    recompute(w, index);
+    model_group_open(m, "swiglu");
+    swiglu_fwd_cuda(k->gate_up, w->n, m->config.ffn, g->activated, m->options.cuda);
+    model_group_close(m);
+    project_back(w, index, PROJECTION_DOWN, g->activated, g->d, g->dactivated);
+    model_group_open(m, "swiglu backward"); /* dgate_up takes activated's place */
+    swiglu_bwd_cuda(k->gate_up, g->dactivated, w->n, m->config.ffn, g->dgate_up, m->options.cuda);
+    model_group_close(m);
+    project_back(w, index, PROJECTION_GATE_UP, g->normed, g->dgate_up, g->branch);
+    norm_back(w, layer->mlp_norm, k->middle, true);
+
+    project_back(w, index, PROJECTION_O, k->attended, g->d, g->dattended);
+    attention_back(w, index);
+    model_norm_cuda(w, layer->input_norm, in, NULL, NULL, g->normed);
+    project_back(w, index, PROJECTION_QKV, g->normed, g->dqkv, g->branch);
+    norm_back(w, layer->input_norm, in, true);
+    model_range_close();
+}
+
+static void embedding_back(const struct pass *w)
+{
+    const struct model *m = w->m;
+    const struct model_config *c = &m->config;
+    void *grads = gradient(w, m->embed);
+    model_group_open(m, "embedding backward");
+    if (!c->tied && !w->accumulate) { /* a tied matrix holds the head's share already */
+        cuda_zero(m->options.cuda, grads, (size_t)c->vocab * (size_t)c->width * dtype_bytes(m->options.grad_type));
+    }
+    embedding_bwd_cuda(&(struct embedding_bwd){.tokens = w->batch->tokens,
+                                               .count = w->n,
+                                               .vocab = c->vocab,
+                                               .width = c->width,
+                                               .dout = m->gpu->d,
+                                               .dweight = grads,
+                                               .grad_type = m->options.grad_type,
+                                               .scratch = m->gpu->tool},
+                       m->options.cuda);
+    model_group_close(m);
+}
+
+static void zero_gap(void *pass, size_t at, size_t n)
+{
+    const struct pass *w = pass;
+    cuda_zero(w->m->options.cuda, gradient(w, at), n * dtype_bytes(w->m->options.grad_type));
+}
+
+static void notify(const struct model_backward *call, int layer)
+{
+    if (call->on_layer) {
+        call->on_layer(call->context, layer);
+    }
+}
+
+void model_backward_cuda(struct model *m, const struct model_backward *call)
+{
+    struct pass w = {.m = m,
+                     .batch = call->batch,
+                     .n = m->batch * m->length,
+                     .keep = true,
+                     .grads = call->grads,
+                     .accumulate = call->accumulate};
+    int layers = m->config.layers;
+    ASSERT(call->grads == m->gpu->grads && call->accumulate == m->gpu->accumulate);
+    m->kept = false; /* the residual stream's gradient is consumed */
+    model_range_open("backward");
+    if (!w.accumulate) {
+        model_each_gap(m->params, zero_gap, &w);
+    }
+    norm_back(&w, m->final_norm, model_residual_cuda(m, layers), false);
+    notify(call, layers);
+    for (int l = layers - 1; l >= 0; l--) {
+        layer_backward(&w, l);
+        notify(call, l);
+    }
+    embedding_back(&w);
+    notify(call, -1);
+    model_range_close();
+}
