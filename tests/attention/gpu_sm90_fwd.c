@@ -1,0 +1,219 @@
+/* The Hopper forward against the CPU reference: every sequence length around tile edges, GQA ratios, inputs, strides.
+ */
+#include "attention/attention_sm90.h"
+#include "tests/attention/cases.h"
+#include "tests/gpu.h"
+
+#include <math.h>
+#include <stdio.h>
+
+/* A case on the GPU: inputs as slices of one fused (B, T, H + 2 Hkv, D) array or as arrays of their own. */
+struct gpu_case {
+    bf16 *q, *k, *v, *out;
+    float *lse_log2;
+    void *scratch, *saved;
+    struct attention_fwd call;
+};
+
+static struct head_view view_of(bf16 *data, const struct attention_shape *s, int64_t heads)
+{
+    return (struct head_view){data, s->tokens * heads * s->head_dim, heads * s->head_dim, s->head_dim};
+}
+
+static void *poison(const struct cuda *cuda, size_t bytes)
+{
+    return gpu_array(cuda, NULL, bytes > 0 ? bytes : 1);
+}
+
+/* (B, T, heads, D) into a fused array from head `first` on. */
+static void weave(bf16 *fused, const bf16 *x, const struct attention_shape *s, int64_t heads, int64_t first)
+{
+    int64_t all = s->heads + 2 * s->kv_heads;
+    int64_t D = s->head_dim;
+    for (int64_t i = 0; i < s->batch * s->tokens; i++) {
+        memcpy(fused + (i * all + first) * D, x + i * heads * D, (size_t)(heads * D) * sizeof(bf16));
+    }
+}
+
+static void open_inputs(const struct cuda *cuda, struct gpu_case *g, const struct attention_case *c, bool fused)
+{
+    const struct attention_shape *s = &c->shape;
+    size_t queries = (size_t)case_queries(c) * sizeof(bf16);
+    size_t keys = (size_t)case_keys(c) * sizeof(bf16);
+    if (!fused) {
+        g->q = gpu_array(cuda, c->q, queries);
+        g->k = gpu_array(cuda, c->k, keys);
+        g->v = gpu_array(cuda, c->v, keys);
+        g->call.q = view_of(g->q, s, s->heads);
+        g->call.k = view_of(g->k, s, s->kv_heads);
+        g->call.v = view_of(g->v, s, s->kv_heads);
+        return;
+    }
+    bf16 *host = malloc(queries + 2 * keys);
+    weave(host, c->q, s, s->heads, 0);
+    weave(host, c->k, s, s->kv_heads, s->heads);
+    weave(host, c->v, s, s->kv_heads, s->heads + s->kv_heads);
+    g->q = gpu_array(cuda, host, queries + 2 * keys);
+    free(host);
+    g->call.q = g->call.k = g->call.v = view_of(g->q, s, s->heads + 2 * s->kv_heads);
+    g->call.k.data += s->heads * s->head_dim;
+    g->call.v.data += (s->heads + s->kv_heads) * s->head_dim;
+}
+
+static void gpu_case_open(const struct cuda *cuda, struct gpu_case *g, const struct attention_case *c, bool fused)
+{
+    const struct attention_shape *s = &c->shape;
+    memset(g, 0, sizeof *g);
+    open_inputs(cuda, g, c, fused);
+    g->out = poison(cuda, (size_t)case_queries(c) * sizeof(bf16));
+    g->lse_log2 = poison(cuda, (size_t)(s->batch * s->heads * s->tokens) * sizeof(float));
+    g->scratch = poison(cuda, attention_fwd_scratch_bytes_sm90(s, &c->recipe));
+    g->call.cuda = cuda;
+    g->call.shape = *s;
+    g->call.recipe = &c->recipe;
+    g->call.out = view_of(g->out, s, s->heads);
+    g->call.lse_log2 = g->lse_log2;
+    g->call.scratch = g->scratch;
+}
+
+static void gpu_case_close(struct gpu_case *g)
+{
+    cuda_free(g->q);
+    cuda_free(g->k);
+    cuda_free(g->v);
+    cuda_free(g->out);
+    cuda_free(g->lse_log2);
+    cuda_free(g->scratch);
+}
+
+/* Both sides round P to BF16, relative to different references, and sum in different orders: P differs by 2^-8 of
+ * itself, so o by 2^-8 sum p |v| <= 2^-8 max |v| at worst, and one more BF16 rounding. LSE2: ex2 within 2^-22, sums of
+ * FP32. */
+static int compare(const struct attention_case *c, const bf16 *out, const float *lse, const char *what)
+{
+    const struct attention_shape *s = &c->shape;
+    double v_max = 0;
+    for (int64_t i = 0; i < case_keys(c); i++) {
+        v_max = fmax(v_max, fabs((double)bf16_to_float(c->v[i])));
+    }
+    double worst = 0, worst_lse = 0, squares = 0, norm = 0;
+    int64_t at = -1, at_lse = -1;
+    for (int64_t i = 0; i < case_queries(c); i++) {
+        double x = (double)bf16_to_float(out[i]), y = (double)bf16_to_float(c->out[i]);
+        double error = fabs(x - y) - 0x1p-7 * fabs(y);
+        if (!(error <= worst)) {
+            worst = error;
+            at = i;
+        }
+        squares += (x - y) * (x - y);
+        norm += y * y;
+    }
+    for (int64_t i = 0; i < s->batch * s->heads * s->tokens; i++) {
+        double error = fabs((double)lse[i] - (double)c->lse_log2[i]);
+        if (!(error <= worst_lse)) {
+            worst_lse = error;
+            at_lse = i;
+        }
+    }
+    double rel = sqrt(squares / norm);
+    if (worst <= 0x1p-8 * v_max && worst_lse <= 2e-5 && rel < 4e-3) {
+        return 0;
+    }
+    print_message("%s: o error %g at %lld (%g, expected %g), rel-L2 %g; lse error %g at %lld (%g, expected %g)\n", what,
+                  worst, (long long)at, at < 0 ? 0 : (double)bf16_to_float(out[at]),
+                  at < 0 ? 0 : (double)bf16_to_float(c->out[at]), rel, worst_lse, (long long)at_lse,
+                  at_lse < 0 ? 0 : (double)lse[at_lse], at_lse < 0 ? 0 : (double)c->lse_log2[at_lse]);
+    return 1;
+}
+
+/* Runs twice: the bits must be equal. Returns the number of complaints. */
+static int check(const struct cuda *cuda, const struct attention_shape *shape, const struct attention_recipe *recipe,
+                 enum input_kind kind, bool fused)
+{
+    struct attention_case c;
+    struct gpu_case g;
+    char what[256];
+    case_open(&c, shape, recipe, kind, 7 + (uint64_t)shape->tokens);
+    case_forward(&c);
+    gpu_case_open(cuda, &g, &c, fused);
+    size_t out_bytes = (size_t)case_queries(&c) * sizeof(bf16);
+    size_t lse_bytes = (size_t)(shape->batch * shape->heads * shape->tokens) * sizeof(float);
+    bf16 *out = malloc(2 * out_bytes);
+    float *lse = malloc(2 * lse_bytes);
+    for (int run = 0; run < 2; run++) {
+        attention_fwd_sm90(&g.call);
+        gpu_fetch(cuda, (char *)out + (size_t)run * out_bytes, g.out, out_bytes);
+        gpu_fetch(cuda, (char *)lse + (size_t)run * lse_bytes, g.lse_log2, lse_bytes);
+    }
+    snprintf(what, sizeof what, "T %d heads %d/%d batch %d %s %s%s", (int)shape->tokens, (int)shape->heads,
+             (int)shape->kv_heads, (int)shape->batch, shape->causal ? "causal" : "full", input_names[kind],
+             fused ? " fused" : "");
+    int bad = compare(&c, out, lse, what);
+    if (memcmp(out, (char *)out + out_bytes, out_bytes) != 0 || memcmp(lse, (char *)lse + lse_bytes, lse_bytes) != 0) {
+        print_message("%s: two runs differ\n", what);
+        bad++;
+    }
+    free(out);
+    free(lse);
+    gpu_case_close(&g);
+    case_close(&c);
+    return bad;
+}
+
+static struct cuda *the_cuda;
+
+static int open_gpu(void **state)
+{
+    (void)state;
+    the_cuda = gpu_open();
+    return 0;
+}
+
+static int close_gpu(void **state)
+{
+    (void)state;
+    cuda_close(the_cuda);
+    return 0;
+}
+
+static struct attention_shape shape_of(int64_t batch, int64_t tokens, int64_t heads, int64_t kv_heads, bool causal)
+{
+    return (struct attention_shape){batch, tokens, heads, kv_heads, 128, causal, 0.08838834764f};
+}
+
+static void lengths(void **state)
+{
+    (void)state;
+    struct attention_recipe recipe = attention_recipe_bf16();
+    int bad = 0;
+    for (int64_t T = 1; T <= 200 && bad < 12; T += T < 20 || T % 16 < 2 || T % 16 == 15 ? 1 : 7) {
+        for (int causal = 0; causal < 2; causal++) {
+            struct attention_shape shape = shape_of(1, T, 2, 1, causal == 1);
+            bad += check(the_cuda, &shape, &recipe, (enum input_kind)(T % INPUT_KINDS), T % 2 == 1);
+        }
+    }
+    assert_int_equal(bad, 0);
+}
+
+static void heads_and_tiles(void **state)
+{
+    (void)state;
+    static const int64_t cases[][4] = {/* batch, tokens, heads, kv_heads */
+                                       {1, 128, 1, 1}, {1, 256, 1, 1}, {2, 384, 4, 4}, {3, 257, 4, 2}, {1, 511, 4, 1},
+                                       {2, 129, 8, 1}, {2, 300, 6, 2}, {1, 640, 3, 3}, {1, 1000, 4, 2}};
+    struct attention_recipe recipe = attention_recipe_bf16();
+    int bad = 0;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        for (int causal = 0; causal < 2; causal++) {
+            struct attention_shape shape = shape_of(cases[i][0], cases[i][1], cases[i][2], cases[i][3], causal == 1);
+            bad += check(the_cuda, &shape, &recipe, (enum input_kind)(i % INPUT_KINDS), i % 2 == 1);
+        }
+    }
+    assert_int_equal(bad, 0);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {cmocka_unit_test(lengths), cmocka_unit_test(heads_and_tiles)};
+    return cmocka_run_group_tests(tests, open_gpu, close_gpu);
+}
