@@ -7,7 +7,8 @@
 
 struct cuda;
 
-/* out (T, C) bf16 = weight rows of the tokens. Tokens lie in [0, vocab): the loader has checked them. */
+/* out (T, C) bf16 = weight rows of the tokens. Tokens lie in [0, vocab): the loader has checked them.
+ * CUDA: C a multiple of 8, arrays aligned to 16 bytes; here and in backward. */
 void embedding_fwd_cpu(const bf16 *weight, const int32_t *tokens, int64_t count, int64_t vocab, int64_t width,
                        bf16 *out);
 void embedding_fwd_cuda(const bf16 *weight, const int32_t *tokens, int64_t count, int64_t vocab, int64_t width,
@@ -16,7 +17,7 @@ void embedding_fwd_cuda(const bf16 *weight, const int32_t *tokens, int64_t count
 /* dweight (V, C) fp32 += the rows of dout (T, C) bf16, one sample.
  * The rows of a token are summed in token order first, the sum is added once: so samples may be added in any number of
  * calls, in order, with equal bits. Rows of other tokens are not touched.
- * last_seen (V) and next (T) are scratch. */
+ * last_seen (V) and next (T) are scratch. CUDA: any number of samples a call; the bits of one sample of that length. */
 struct embedding_bwd {
     const int32_t *tokens;
     int64_t count, vocab, width;

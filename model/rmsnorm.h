@@ -10,22 +10,27 @@ struct cuda;
 /* y = x / sqrt(mean(x^2) + eps) * gain over each group of `width` neighbours; FP32, one rounding to BF16.
  *   x, y      (rows, groups, width) bf16; row strides in elements; y may be x
  *   inv_rms   (rows, groups) fp32 out; what backward needs
- *   gain      (width) bf16 */
+ *   gain      (width) bf16
+ * CUDA: arrays aligned to 16 bytes, width and strides multiples of 8, width at most 16384; here and in backward. */
 struct rmsnorm_fwd {
     int64_t rows, groups, width, x_stride, y_stride;
     const bf16 *x, *gain;
     float eps;
     bf16 *y;
     float *inv_rms;
-    const bf16 *branch; /* CUDA: NULL, or (rows, width): x + branch is rounded to BF16, kept in `sum`, and normalised */
-    bf16 *sum;          /* (rows, width), stride x_stride; may be x */
+    /* CUDA, one group: NULL, or (rows, width) packed: x + branch is rounded to BF16, kept in `sum`, and normalised; the
+     * bits of residual_add and then this without a branch. */
+    const bf16 *branch;
+    bf16 *sum; /* (rows, width), stride x_stride; may be x */
 };
 void rmsnorm_fwd_cpu(const struct rmsnorm_fwd *a);
 void rmsnorm_fwd_cuda(const struct rmsnorm_fwd *a, const struct cuda *on);
 
 /*   dx     = the gradient for dy, or with `residual` (same stride as dx; may be dx) residual + that, rounded once.
  *            dx may be dy, not x.
- *   dgain  (width) fp32: the sum over rows, groups in order; overwritten, or added to with `accumulate` */
+ *   dgain  (width) fp32: the sum over rows, groups in order; overwritten, or added to with `accumulate`. CUDA: the
+ *          rows are cut in at most 396 parts, each summed in order (heads: in interleaved teams), then the parts: the
+ *          bits depend on the shape only. */
 struct rmsnorm_bwd {
     int64_t rows, groups, width, x_stride, dy_stride, dx_stride;
     const bf16 *x, *gain, *dy, *residual;

@@ -22,5 +22,6 @@ struct rope_apply {
 };
 void rope_apply_cpu(const struct rope_apply *a);
 
-/* Rows of several samples: row r is position r mod `length`. */
+/* Rows of several samples: row r is position r mod `length`. D a multiple of 16, row_stride of 8, x aligned to 16
+ * bytes. The bits of rope_apply_cpu. */
 void rope_apply_cuda(const struct rope_apply *a, int64_t length, const struct cuda *on);
