@@ -28,13 +28,13 @@ struct model_options small_options(int64_t batch, int64_t tokens)
         .attention = attention_recipe_bf16(), .batch = batch, .tokens = tokens, .logit_columns = 16, .seed = 5};
 }
 
-static void fill_weights(struct fixture *f)
+void fill_weights(const struct param_list *params, bf16 *weights)
 {
-    for (int i = 0; i < f->params.count; i++) {
-        const struct param *p = &f->params.params[i];
+    for (int i = 0; i < params->count; i++) {
+        const struct param *p = &params->params[i];
         for (int64_t k = 0; k < p->rows * p->cols; k++) {
             float x = rng_normal(3, rng_stream(p->name), (uint64_t)k);
-            f->weights[p->offset + (size_t)k] = bf16_from_float(p->kind == PARAM_NORM ? 1 + 0.3f * x : 0.25f * x);
+            weights[p->offset + (size_t)k] = bf16_from_float(p->kind == PARAM_NORM ? 1 + 0.3f * x : 0.25f * x);
         }
     }
 }
@@ -64,7 +64,7 @@ void fixture_open(struct fixture *f, const struct model_config *config, const st
     f->grads = malloc(f->params.elements * sizeof *f->grads);
     assert_true(f->weights && f->grads);
     memset(f->grads, 0xff, f->params.elements * sizeof *f->grads); /* NaN: what is not written shows */
-    fill_weights(f);
+    fill_weights(&f->params, f->weights);
     model_set_weights(f->model, f->weights);
 }
 

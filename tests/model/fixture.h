@@ -19,7 +19,10 @@ struct model_config small_config(void);
 /* BF16 throughout, `batch` samples of up to `tokens` tokens. */
 struct model_options small_options(int64_t batch, int64_t tokens);
 
-/* Plans, and sets weights: normal numbers large enough that no part of the model is linear, gains around 1. */
+/* Normal numbers large enough that no part of the model is linear, gains around 1. Gaps are left alone. */
+void fill_weights(const struct param_list *params, bf16 *weights);
+
+/* Plans, and sets weights to those. */
 void fixture_open(struct fixture *f, const struct model_config *config, const struct model_options *options);
 void fixture_close(struct fixture *f);
 
