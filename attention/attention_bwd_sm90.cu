@@ -1,0 +1,557 @@
+/* attention: BF16 backward on Hopper: wgmma, TMA, one loading and two computing warpgroups. */
+#include "attention/attention_bwd_sm90.cuh"
+
+extern "C" {
+#include "attention/attention_sm90.h"
+}
+
+/* ---- before and after ------------------------------------------------------------------------------------- */
+
+/* Sixteen neighbouring lanes. */
+static __device__ __forceinline__ float sum16(float x)
+{
+#pragma unroll
+    for (int o = 8; o > 0; o >>= 1) {
+        x += __shfl_xor_sync(0xffffffffu, x, o);
+    }
+    return x;
+}
+
+/* Block: one tile of 64 queries of one head. r = <O, dO>, the tile's LSE2, and a zero dQ. */
+static __global__ void __launch_bounds__(256)
+    prepare_kernel(struct bwd_plan p, struct head_view out, struct head_view dout, const float *lse)
+{
+    const int tile = blockIdx.x, head = blockIdx.y, batch = blockIdx.z, part = threadIdx.x & 15;
+    const int64_t at = ((int64_t)batch * p.heads + head) * p.tiles + tile;
+    const bf16 *o = out.data + batch * out.batch_stride + head * out.head_stride + part * 8;
+    const bf16 *g = dout.data + batch * dout.batch_stride + head * dout.head_stride + part * 8;
+    float *stats = p.stats + at * BWD_STATISTICS;
+    float4 *dq = reinterpret_cast<float4 *>(p.dq + at * BWD_TILE);
+#pragma unroll
+    for (int i = 0; i < BWD_TILE / 4 / 256; i++) {
+        dq[i * 256 + threadIdx.x] = make_float4(0, 0, 0, 0);
+    }
+    if (threadIdx.x < 2 && p.turns != NULL) {
+        p.turns[at * 2 + threadIdx.x] = 0;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int row = i * 16 + threadIdx.x / 16;
+        const int64_t token = (int64_t)tile * BWD_QUERIES + row;
+        float x[8], y[8], r = 0;
+        if (token < p.tokens) {
+            bf16x8_unpack(bf16x8_load(o + token * out.token_stride), x);
+            bf16x8_unpack(bf16x8_load(g + token * dout.token_stride), y);
+#pragma unroll
+            for (int d = 0; d < 8; d++) {
+                r = fmaf(x[d], y[d], r);
+            }
+        }
+        r = sum16(r);
+        if (part == 0) {
+            float l = token < p.tokens ? lse[((int64_t)batch * p.heads + head) * p.tokens + token] : -INFINITY;
+            stats[row] = l == -INFINITY ? INFINITY : l;
+            stats[BWD_QUERIES + row] = r;
+        }
+    }
+}
+
+/* Block: one tile. dQ in its place, times softmax_scale, rounded once. */
+static __global__ void __launch_bounds__(256) finish_kernel(struct bwd_plan p, struct head_view dq)
+{
+    __shared__ __align__(16) bf16 rows[BWD_QUERIES][BWD_FEATURES + 8];
+    const int tile = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
+    const int64_t at = ((int64_t)batch * p.heads + head) * p.tiles + tile;
+    const float4 *x = reinterpret_cast<const float4 *>(p.dq + at * BWD_TILE);
+#pragma unroll
+    for (int i = 0; i < BWD_TILE / 4 / 256; i++) {
+        const int n = i * 256 + threadIdx.x, t = n & 127, column = (n >> 7) * 8 + 2 * (t & 3);
+        const int row = 16 * (t >> 5) + ((t >> 2) & 7);
+        float4 v = x[n];
+        *reinterpret_cast<uint32_t *>(&rows[row][column]) = pack_bf16(v.x * p.scale, v.y * p.scale);
+        *reinterpret_cast<uint32_t *>(&rows[row + 8][column]) = pack_bf16(v.z * p.scale, v.w * p.scale);
+    }
+    __syncthreads();
+    bf16 *y = dq.data + batch * dq.batch_stride + head * dq.head_stride;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int row = i * 16 + threadIdx.x / 16, part = threadIdx.x & 15;
+        const int64_t token = (int64_t)tile * BWD_QUERIES + row;
+        if (token < p.tokens) {
+            bf16x8_store(y + token * dq.token_stride + part * 8, bf16x8_load(&rows[row][part * 8]));
+        }
+    }
+}
+
+/* ---- the walk of a unit of work --------------------------------------------------------------------------- */
+
+struct unit {
+    int block, batch, kv, first; /* first tile of queries that sees the block */
+};
+
+/* Blocks of the same few heads come together. Causal: the longest walk first, or, where sums are ordered, the shortest,
+ * so that each block finds its predecessor one tile ahead. */
+static __device__ __forceinline__ struct unit unit_of(const struct bwd_plan &p, int index, bool ordered)
+{
+    const int together = p.heads_together * p.blocks;
+    const int group = index / together, rest = index - group * together;
+    const int heads = min(p.heads_together, p.units - group * p.heads_together);
+    const int place = rest / heads, head = group * p.heads_together + rest % heads;
+    struct unit u;
+    u.block = ordered ? p.blocks - 1 - place : place;
+    u.batch = head / p.kv_heads;
+    u.kv = head % p.kv_heads;
+    u.first = p.causal ? u.block * (BWD_KEYS / BWD_QUERIES) : 0;
+    return u;
+}
+
+/* Tiles of one query head after the other. Without a mask each block starts elsewhere: fewer blocks add to one tile of
+ * dQ at a time. */
+struct walk {
+    int head, tile, start, seen;
+};
+
+static __device__ __forceinline__ struct walk walk_start(const struct bwd_plan &p, const struct unit &u)
+{
+    struct walk w;
+    w.start = p.causal ? u.first : (u.block * (BWD_KEYS / BWD_QUERIES)) % p.tiles;
+    w.head = u.kv * (p.heads / p.kv_heads);
+    w.tile = w.start;
+    w.seen = 0;
+    return w;
+}
+
+static __device__ __forceinline__ void walk_next(const struct bwd_plan &p, const struct unit &u, struct walk &w)
+{
+    w.tile = w.tile + 1 == p.tiles ? u.first : w.tile + 1;
+    if (++w.seen == p.tiles - u.first) {
+        w.seen = 0;
+        w.tile = w.start;
+        w.head++;
+    }
+}
+
+static __device__ __forceinline__ int walk_length(const struct bwd_plan &p, const struct unit &u)
+{
+    return (p.heads / p.kv_heads) * (p.tiles - u.first);
+}
+
+/* ---- shared memory ---------------------------------------------------------------------------------------- */
+
+enum {
+    STAGES = 3,
+    ROWS_K = BWD_KEYS * BWD_FEATURES * 2, /* bytes of K or V */
+    ROWS_Q = BWD_TILE * 2,                /* bytes of a tile of Q or dO */
+    AT_K = 0,
+    AT_V = AT_K + ROWS_K,
+    AT_Q = AT_V + ROWS_K,
+    AT_DO = AT_Q + STAGES * ROWS_Q,
+    AT_DS = AT_DO + STAGES * ROWS_Q, /* two buffers of 64 queries x 128 keys, a panel of 64 keys for each warpgroup */
+    AT_STATS = AT_DS + 2 * BWD_QUERIES * BWD_KEYS * 2,
+    AT_BARRIERS = AT_STATS + STAGES * BWD_STATISTICS * 4,
+    SHARED_BYTES = AT_BARRIERS + 128 + 1024, /* 1024: to align the base */
+    BARRIER_DS = 1,
+    BARRIER_HALF = 2, /* and 3: one warpgroup */
+};
+
+struct shared {
+    uint32_t base;
+    char *memory;
+};
+
+static __device__ __forceinline__ uint32_t full(const struct shared &s, int stage)
+{
+    return s.base + AT_BARRIERS + 8 * stage;
+}
+
+static __device__ __forceinline__ uint32_t empty(const struct shared &s, int stage)
+{
+    return s.base + AT_BARRIERS + 8 * (STAGES + stage);
+}
+
+static __device__ __forceinline__ uint32_t full_kv(const struct shared &s)
+{
+    return s.base + AT_BARRIERS + 8 * 2 * STAGES;
+}
+
+struct ring {
+    int stage;
+    uint32_t parity;
+};
+
+static __device__ __forceinline__ void ring_next(struct ring &r)
+{
+    if (++r.stage == STAGES) {
+        r.stage = 0;
+        r.parity ^= 1;
+    }
+}
+
+/* ---- the loading warp ------------------------------------------------------------------------------------- */
+
+struct bwd_maps {
+    CUtensorMap q, k, v, dout;
+};
+
+static __device__ void load(const struct bwd_plan &p, const struct unit &u, const struct bwd_maps &m,
+                            const struct shared &s)
+{
+    mbarrier_expect(full_kv(s), 2 * ROWS_K);
+    for (int half = 0; half < 2; half++) {
+        tma_load_4d(s.base + AT_K + half * ROWS_K / 2, &m.k, full_kv(s), half * 64, u.block * BWD_KEYS, u.kv, u.batch);
+        tma_load_4d(s.base + AT_V + half * ROWS_K / 2, &m.v, full_kv(s), half * 64, u.block * BWD_KEYS, u.kv, u.batch);
+    }
+    struct walk w = walk_start(p, u);
+    struct ring r = {0, 1};
+    const int n = walk_length(p, u);
+    for (int i = 0; i < n; i++) {
+        mbarrier_wait(empty(s, r.stage), r.parity);
+        const uint32_t barrier = full(s, r.stage);
+        mbarrier_expect(barrier, 2 * ROWS_Q + BWD_STATISTICS * 4);
+        for (int half = 0; half < 2; half++) {
+            const uint32_t to = r.stage * ROWS_Q + half * ROWS_Q / 2;
+            tma_load_4d(s.base + AT_Q + to, &m.q, barrier, half * 64, w.tile * BWD_QUERIES, w.head, u.batch);
+            tma_load_4d(s.base + AT_DO + to, &m.dout, barrier, half * 64, w.tile * BWD_QUERIES, w.head, u.batch);
+        }
+        const int64_t at = ((int64_t)u.batch * p.heads + w.head) * p.tiles + w.tile;
+        bulk_load(s.base + AT_STATS + r.stage * BWD_STATISTICS * 4, p.stats + at * BWD_STATISTICS, BWD_STATISTICS * 4,
+                  barrier);
+        walk_next(p, u, w);
+        ring_next(r);
+    }
+}
+
+/* ---- the computing warpgroups ----------------------------------------------------------------------------- */
+
+/* x^T (64 keys x 64 queries) = rows of `a` times rows of `b`, over 128 features. */
+static __device__ __forceinline__ void product_transposed(float (&x)[32], uint64_t a, uint64_t b)
+{
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+        wgmma_bf16<64>::ss<0, 0>(x, operand_advance(a, (k >> 2) * (ROWS_K / 2) + (k & 3) * 32),
+                                 operand_advance(b, (k >> 2) * (ROWS_Q / 2) + (k & 3) * 32), k > 0);
+    }
+    wgmma_commit();
+}
+
+/* sum (64 keys x 128) += x^T (64 keys x 64 queries, packed) times the rows of b. */
+static __device__ __forceinline__ void accumulate(float (&sum)[64], const uint32_t (&x)[16], uint64_t b)
+{
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        wgmma_bf16<128>::rs<1>(sum, x + 4 * k, operand_advance(b, k * 2048), 1);
+    }
+    wgmma_commit();
+}
+
+/* sum (64 keys x 128) += dS^T (64 keys x 64 queries, stored with keys innermost) times the rows of b. */
+static __device__ __forceinline__ void accumulate_dk(float (&sum)[64], uint64_t ds, uint64_t b)
+{
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        wgmma_bf16<128>::ss<1, 1>(sum, operand_advance(ds, k * 2048), operand_advance(b, k * 2048), 1);
+    }
+    wgmma_commit();
+}
+
+/* dq (64 queries x 64 features) = dS (64 x 128 keys) times K. */
+static __device__ __forceinline__ void product_dq(float (&dq)[32], uint64_t ds, uint64_t k_half)
+{
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+        wgmma_bf16<64>::ss<0, 1>(dq, operand_advance(ds, (k >> 2) * 8192 + (k & 3) * 32),
+                                 operand_advance(k_half, k * 2048), k > 0);
+    }
+    wgmma_commit();
+}
+
+static __device__ __forceinline__ void pack(const float (&x)[32], uint32_t (&y)[16])
+{
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        y[i] = pack_bf16(x[2 * i], x[2 * i + 1]);
+    }
+}
+
+/* One rounding of this warpgroup's 64 keys, through 16 KB of shared memory, to rows of y. */
+static __device__ __forceinline__ void store_keys(const float (&x)[64], float factor, uint32_t staging,
+                                                  const char *memory, int wg, int key0, const struct bwd_plan &p,
+                                                  bf16 *y, int64_t stride)
+{
+    const int t = threadIdx.x & 127, lane = t & 31;
+    const int row = 16 * (t >> 5) + (lane & 15);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        uint32_t a[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            a[i] = pack_bf16(x[8 * j + 2 * i] * factor, x[8 * j + 2 * i + 1] * factor);
+        }
+        stmatrix_x4(staging + row * 256 + (((2 * j + (lane >> 4)) ^ (row & 7)) << 4), a[0], a[1], a[2], a[3]);
+    }
+    named_barrier_sync(BARRIER_HALF + wg, 128);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const int r = 8 * i + (t >> 4), part = t & 15;
+        if (key0 + r < p.tokens) {
+            *reinterpret_cast<uint4 *>(y + (int64_t)(key0 + r) * stride + part * 8) =
+                *reinterpret_cast<const uint4 *>(memory + r * 256 + ((part ^ (r & 7)) << 4));
+        }
+    }
+}
+
+static __device__ __forceinline__ void red_add(float *to, float a, float b, float c, float d)
+{
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+static __device__ __forceinline__ uint32_t turn_of(const uint32_t *turn)
+{
+    uint32_t x;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(turn) : "memory");
+    return x;
+}
+
+/* Ordered sums: waits until `before` blocks have added to this half of the tile. */
+static __device__ __forceinline__ void turn_wait(const uint32_t *turn, uint32_t before, int wg)
+{
+    if ((threadIdx.x & 127) == 0) {
+        while (turn_of(turn) != before) {
+        }
+    }
+    named_barrier_sync(BARRIER_HALF + wg, 128);
+}
+
+/* Every thread's additions are performed before the next block's begin. */
+static __device__ __forceinline__ void turn_pass(uint32_t *turn, int wg)
+{
+    __threadfence();
+    named_barrier_sync(BARRIER_HALF + wg, 128);
+    if ((threadIdx.x & 127) == 0) {
+        asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(turn) : "memory");
+    }
+}
+
+template <bool ORDERED>
+static __device__ __forceinline__ void compute(const struct bwd_plan &p, const struct unit &u, const struct shared &s,
+                                               int wg)
+{
+    const int t = threadIdx.x & 127, lane = t & 31, warp = t >> 5;
+    const int key = u.block * BWD_KEYS + wg * 64 + warp * 16 + (lane >> 2); /* and key + 8 */
+    const int n = walk_length(p, u);
+    const uint64_t k_rows = operand_k_major(s.base + AT_K + wg * 8192);
+    const uint64_t v_rows = operand_k_major(s.base + AT_V + wg * 8192);
+    const uint64_t k_half = operand_mn_major(s.base + AT_K + wg * (ROWS_K / 2), 0);
+    const bool edge = !p.causal && u.block * BWD_KEYS + BWD_KEYS > p.tokens;
+    /* stmatrix: lanes 0-7, 16-23 give rows of queries of keys 0-7, the others of keys 8-15. */
+    const uint32_t ds_at = s.base + AT_DS + wg * 8192 + (8 * (lane >> 4) + (lane & 7)) * 128 +
+                           (((2 * warp + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
+    float dk[64], dv[64], x[32], y[32];
+    uint32_t px[16];
+#pragma unroll
+    for (int i = 0; i < 64; i++) {
+        dk[i] = dv[i] = 0;
+    }
+    struct walk w = walk_start(p, u);
+    struct ring r = {0, 0};
+    mbarrier_wait(full_kv(s), 0);
+    mbarrier_wait(full(s, 0), 0);
+    wgmma_fence();
+    product_transposed(x, k_rows, operand_k_major(s.base + AT_Q));
+    for (int i = 0; i < n; i++) {
+        const uint32_t q = s.base + AT_Q + r.stage * ROWS_Q, dout = s.base + AT_DO + r.stage * ROWS_Q;
+        const float2 *stats =
+            reinterpret_cast<const float2 *>(s.memory + AT_STATS + r.stage * BWD_STATISTICS * 4) + (lane & 3);
+        wgmma_wait<0>();
+        wgmma_pin(x);
+        wgmma_fence();
+        product_transposed(y, v_rows, operand_k_major(dout));
+        if (edge || (p.causal && w.tile < u.first + BWD_KEYS / BWD_QUERIES)) {
+            const int query = w.tile * BWD_QUERIES + 2 * (lane & 3);
+#pragma unroll
+            for (int j = 0; j < 32; j++) {
+                const int last = p.causal ? query + 8 * (j >> 2) + (j & 1) : p.tokens - 1;
+                x[j] = key + 8 * ((j >> 1) & 1) <= last ? x[j] : -INFINITY;
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const float2 lse = stats[4 * j];
+            x[4 * j] = exp2_fast(fmaf(x[4 * j], p.c, -lse.x));
+            x[4 * j + 1] = exp2_fast(fmaf(x[4 * j + 1], p.c, -lse.y));
+            x[4 * j + 2] = exp2_fast(fmaf(x[4 * j + 2], p.c, -lse.x));
+            x[4 * j + 3] = exp2_fast(fmaf(x[4 * j + 3], p.c, -lse.y));
+        }
+        pack(x, px);
+        wgmma_pin(px);
+        wgmma_fence();
+        accumulate(dv, px, operand_mn_major(dout, ROWS_Q / 2));
+        wgmma_wait<1>();
+        wgmma_pin(y);
+        const uint32_t ds = (i & 1) * (BWD_QUERIES * BWD_KEYS * 2);
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            uint32_t d[4];
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int j = 8 * k + 4 * h;
+                const float2 row = stats[BWD_QUERIES / 2 + j];
+                d[2 * h] = pack_bf16(x[j] * (y[j] - row.x), x[j + 1] * (y[j + 1] - row.y));
+                d[2 * h + 1] = pack_bf16(x[j + 2] * (y[j + 2] - row.x), x[j + 3] * (y[j + 3] - row.y));
+            }
+            stmatrix_x4_transposed(ds_at + ds + k * 2048, d[0], d[1], d[2], d[3]);
+        }
+        fence_async_proxy();
+        wgmma_pin(y);
+        wgmma_pin(x);
+        named_barrier_sync(BARRIER_DS, 256);
+        wgmma_fence();
+        accumulate_dk(dk, operand_mn_major(s.base + AT_DS + ds + wg * 8192, 0), operand_mn_major(q, ROWS_Q / 2));
+        product_dq(y, operand_k_major(s.base + AT_DS + ds), k_half);
+        const int64_t at = ((int64_t)u.batch * p.heads + w.head) * p.tiles + w.tile;
+        const int tile = w.tile;
+        const int stage = r.stage;
+        walk_next(p, u, w);
+        ring_next(r);
+        if (i + 1 < n) {
+            mbarrier_wait(full(s, r.stage), r.parity);
+        }
+        /* The scores of the next tile, under the additions to dQ; after the last one nobody looks at them. */
+        product_transposed(x, k_rows, operand_k_major(s.base + AT_Q + r.stage * ROWS_Q));
+        wgmma_wait<1>();
+        wgmma_pin(y);
+        wgmma_pin(px);
+        __syncwarp();
+        if (lane == 0) {
+            mbarrier_arrive(empty(s, stage));
+        }
+        if (ORDERED) {
+            const int last = p.causal ? min(tile / 2, p.blocks - 1) : p.blocks - 1;
+            turn_wait(p.turns + at * 2 + wg, last - u.block, wg);
+        }
+        float *to = p.dq + at * BWD_TILE + wg * (BWD_TILE / 2) + t * 4;
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            red_add(to + j * 512, y[4 * j], y[4 * j + 1], y[4 * j + 2], y[4 * j + 3]);
+        }
+        if (ORDERED) {
+            turn_pass(p.turns + at * 2 + wg, wg);
+        }
+    }
+    wgmma_wait<0>();
+    wgmma_pin(x);
+    wgmma_pin(dk);
+    wgmma_pin(dv);
+    named_barrier_sync(BARRIER_DS, 256); /* all products that read K and V are complete */
+    const int key0 = u.block * BWD_KEYS + wg * 64;
+    store_keys(dk, p.scale, s.base + AT_K + wg * 16384, s.memory + AT_K + wg * 16384, wg, key0, p,
+               p.dk.data + u.batch * p.dk.batch_stride + u.kv * p.dk.head_stride, p.dk.token_stride);
+    store_keys(dv, 1.0f, s.base + AT_V + wg * 16384, s.memory + AT_V + wg * 16384, wg, key0, p,
+               p.dv.data + u.batch * p.dv.batch_stride + u.kv * p.dv.head_stride, p.dv.token_stride);
+}
+
+template <bool ORDERED>
+static __global__ void __launch_bounds__(BWD_THREADS, 1)
+    bwd_bf16_kernel(const struct bwd_plan p, const __grid_constant__ struct bwd_maps maps)
+{
+    extern __shared__ char raw[];
+    char *memory = raw + ((1024 - (shared_address(raw) & 1023)) & 1023);
+    const struct shared s = {shared_address(memory), memory};
+    const struct unit u = unit_of(p, blockIdx.x, ORDERED);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) {
+            mbarrier_init(full(s, i), 1);
+            mbarrier_init(empty(s, i), 8);
+        }
+        mbarrier_init(full_kv(s), 1);
+        mbarriers_ready();
+    }
+    __syncthreads();
+    if (threadIdx.x < 128) {
+        registers_lower<24>();
+        if (threadIdx.x == 0) {
+            load(p, u, maps, s);
+        }
+    } else {
+        registers_raise<240>();
+        compute<ORDERED>(p, u, s, threadIdx.x / 128 - 1);
+    }
+}
+
+/* ---- host -------------------------------------------------------------------------------------------------- */
+
+static struct bwd_plan plan_of(const struct attention_shape *shape, void *scratch, size_t *bytes)
+{
+    struct bwd_plan p = {};
+    p.tokens = (int)shape->tokens;
+    p.heads = (int)shape->heads;
+    p.kv_heads = (int)shape->kv_heads;
+    p.units = (int)(shape->batch * shape->kv_heads);
+    p.tiles = (int)((shape->tokens + BWD_QUERIES - 1) / BWD_QUERIES);
+    p.blocks = (int)((shape->tokens + BWD_KEYS - 1) / BWD_KEYS);
+    p.heads_together = 256 / p.blocks > 1 ? 256 / p.blocks : 1;
+    p.causal = shape->causal;
+    p.c = (float)((double)shape->softmax_scale * 1.4426950408889634);
+    p.scale = shape->softmax_scale;
+    const int64_t tiles = shape->batch * shape->heads * p.tiles;
+    p.dq = (float *)scratch;
+    p.stats = p.dq + tiles * BWD_TILE;
+    p.turns = (uint32_t *)(p.stats + tiles * BWD_STATISTICS);
+    *bytes = (size_t)tiles * (BWD_TILE + BWD_STATISTICS + 2) * 4;
+    return p;
+}
+
+template <bool ORDERED> static void launch(const struct attention_bwd *a, const struct bwd_plan &p)
+{
+    const struct attention_shape *shape = &a->shape;
+    struct bwd_maps m;
+    m.q = head_map(a->cuda, &a->q, shape->tokens, shape->heads, shape->batch, BWD_QUERIES);
+    m.dout = head_map(a->cuda, &a->dout, shape->tokens, shape->heads, shape->batch, BWD_QUERIES);
+    m.k = head_map(a->cuda, &a->k, shape->tokens, shape->kv_heads, shape->batch, BWD_KEYS);
+    m.v = head_map(a->cuda, &a->v, shape->tokens, shape->kv_heads, shape->batch, BWD_KEYS);
+    cudaFuncSetAttribute(bwd_bf16_kernel<ORDERED>, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
+    bwd_bf16_kernel<ORDERED><<<p.units * p.blocks, BWD_THREADS, SHARED_BYTES, a->cuda->stream>>>(p, m);
+    cuda_launched(a->cuda, "attention backward, sm90");
+}
+
+extern "C" const char *attention_bwd_refuses_sm90(const struct attention_shape *shape,
+                                                  const struct attention_recipe *recipe)
+{
+    if (shape->head_dim != BWD_FEATURES) {
+        return "the Hopper backward wants head_dim 128";
+    }
+    if (shape->kv_heads < 1 || shape->heads % shape->kv_heads != 0 || shape->tokens < 1) {
+        return "heads must be a multiple of kv_heads, tokens at least 1";
+    }
+    if (recipe->qk != QK_BF16 || recipe->pv != PV_BF16 || recipe->backward != BWD_BF16 || recipe->k_center ||
+        recipe->dk_center || recipe->debug_leak != 0) {
+        return "the Hopper backward runs the plain BF16 recipe";
+    }
+    return NULL;
+}
+
+extern "C" size_t attention_bwd_scratch_bytes_sm90(const struct attention_shape *shape,
+                                                   const struct attention_recipe *recipe)
+{
+    size_t bytes;
+    (void)recipe;
+    (void)plan_of(shape, NULL, &bytes);
+    return bytes;
+}
+
+extern "C" void attention_bwd_sm90(const struct attention_bwd *a)
+{
+    size_t bytes;
+    struct bwd_plan p = plan_of(&a->shape, a->scratch, &bytes);
+    const dim3 tiles((unsigned int)p.tiles, (unsigned int)p.heads, (unsigned int)a->shape.batch);
+    p.dk = a->dk;
+    p.dv = a->dv;
+    prepare_kernel<<<tiles, 256, 0, a->cuda->stream>>>(p, a->out, a->dout, a->lse_log2);
+    if (a->unordered) {
+        launch<false>(a, p);
+    } else {
+        launch<true>(a, p);
+    }
+    finish_kernel<<<tiles, 256, 0, a->cuda->stream>>>(p, a->dq);
+    cuda_launched(a->cuda, "attention backward, sm90");
+}
