@@ -1,6 +1,6 @@
-/* attention: tensor core products of BF16 tiles in shared memory, for the plain CUDA kernels: mma.sync m16n8k16 with FP32
- * accumulation, ldmatrix and cp.async (PTX ISA, "Matrix fragments for mma.m16n8k16", "ldmatrix", "cp.async"). Runs on
- * every GPU since sm_80.
+/* attention: tensor core products of BF16 tiles in shared memory, for the plain CUDA kernels: mma.sync m16n8k16 with
+ * FP32 accumulation, ldmatrix and cp.async (PTX ISA, "Matrix fragments for mma.m16n8k16", "ldmatrix", "cp.async"). Runs
+ * on every GPU since sm_80.
  *
  * Fragments. lane = 4 g + c, g = 0..7, c = 0..3.
  *   accumulator d[0..3]   (row g, columns 2c, 2c+1), (row g + 8, columns 2c, 2c+1) of a 16 x 8 tile
@@ -104,17 +104,18 @@ template <int N> __device__ __forceinline__ void copies_wait(void)
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-/* Rows first .. first + R - 1 of `x` (rows of W values, `stride` apart) into a tile, rows from `end` on as zeros. All
- * threads of the block take part. */
+/* Rows first .. first + R - 1 of `x` (`stride` apart) into a tile; rows from `end` on and columns from `columns` on (a
+ * multiple of 8) as zeros. All threads of the block take part. */
 template <int R, int W, int THREADS>
-__device__ __forceinline__ void tile_load(uint32_t tile, const bf16 *x, int64_t stride, int64_t first, int64_t end)
+__device__ __forceinline__ void tile_load(uint32_t tile, const bf16 *x, int64_t stride, int64_t first, int64_t end,
+                                          int columns)
 {
     constexpr int CHUNKS = W / 8;
     static_assert(R * CHUNKS % THREADS == 0, "whole turns");
 #pragma unroll
     for (int i = 0; i < R * CHUNKS / THREADS; i++) {
         const int at = i * THREADS + (int)threadIdx.x, row = at / CHUNKS, chunk = at % CHUNKS;
-        const bool valid = first + row < end;
+        const bool valid = first + row < end && chunk * 8 < columns;
         const bf16 *from = x + (valid ? (first + row) * stride + chunk * 8 : 0);
         copy16_async(tile_chunk<W>(tile, row, chunk * 8), from, valid);
     }
