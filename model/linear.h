@@ -24,7 +24,7 @@ struct linear {
     enum linear_format format;
     int64_t in, out;
     const bf16 *weight; /* (out, in): represented values, from linear_represent_weight unless BF16 */
-    const void *codes;  /* CUDA, FP8: what linear_represent_weight_cuda made instead */
+    const void *codes;  /* CUDA, FP8: what linear_represent_weight_cuda made instead, its `memory` */
     uint64_t stream;    /* of stochastic rounding */
 };
 
@@ -40,6 +40,7 @@ struct linear_fwd {
     const bf16 *x; /* (rows, in) */
     bf16 *y;       /* (rows, out) */
     void *scratch;
+    const float *x_amax; /* CUDA: max |x| in device memory if it is known, see below; else NULL */
 };
 void linear_fwd_cpu(const struct linear_fwd *a);
 
@@ -48,23 +49,28 @@ void linear_fwd_cpu(const struct linear_fwd *a);
 struct linear_bwd {
     const struct linear *linear;
     int64_t rows;
-    const bf16 *x, *dy; /* (rows, in), (rows, out) */
-    bf16 *dx;           /* (rows, in) */
-    void *dw;           /* (out, in): overwritten, or added to with `accumulate` */
+    const bf16 *x, *dy;   /* (rows, in), (rows, out) */
+    bf16 *dx;             /* (rows, in) */
+    void *dw;             /* (out, in): overwritten, or added to with `accumulate` */
     enum dtype grad_type; /* of dw: FP32, on CUDA also BF16 */
     bool accumulate;
     uint64_t seed, sample;
     uint32_t update;
     void *scratch;
+    const float *x_amax, *dy_amax; /* CUDA, as in linear_fwd */
 };
 void linear_bwd_cpu(const struct linear_bwd *a);
 
-/* CUDA: the same calls on device memory. rows may be several samples: then a scale spans them. FP8 runs as FP8 (E4M3 and
- * E5M2 tensor cores); NVFP4 represents its exact values in BF16 and multiplies those (emulated: the log says so).
- *   linear_weight_bytes_cuda   memory of a weight in its format: codes of w and of w^T with their scale (FP8), represented
- *                              values (NVFP4), none (BF16)
- *   linear_represent_weight_cuda  fills it and sets linear->weight or linear->codes; once per update
- * Random numbers are keyed by on->step->sample and ->update, read at run time; `sample` and `update` are not looked at. */
+/* CUDA: the same calls on device memory. rows may be several samples: then a scale spans them. FP8 runs as FP8 (E4M3
+ * and E5M2 tensor cores); NVFP4 represents its exact values in BF16 and multiplies those (emulated: the log says so).
+ *   linear_weight_bytes_cuda   memory of a weight in its format: codes of w and of w^T with their scale (FP8),
+ * represented values (NVFP4), none (BF16) linear_represent_weight_cuda  fills it and sets linear->weight or
+ * linear->codes; once per update. BF16: linear->weight is w itself Pointers are multiples of 16 bytes; FP8 and NVFP4
+ * need `in` and `out` to be multiples of 16. Any number of rows. Products take their algorithm from core/gemm_cuda.h:
+ * run each call once under gemm_cuda_plan_all to have it timed. Random numbers are keyed by on->step->sample and
+ * ->update, read at run time; `sample` and `update` are not looked at. Without x_amax and dy_amax, a format that needs
+ * one reads the operand once more to find it: linear_amax_cuda, which a caller may also use to keep x's from forward to
+ * backward, or merge into the kernel that writes the operand. */
 size_t linear_weight_bytes_cuda(enum linear_format format, int64_t out, int64_t in);
 void linear_represent_weight_cuda(struct linear *linear, const bf16 *w, void *memory, const struct cuda *on);
 size_t linear_scratch_bytes_cuda(enum linear_format format, int64_t rows, int64_t in, int64_t out);
