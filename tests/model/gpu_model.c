@@ -7,7 +7,7 @@
  * one term of any backward moves a tensor by more than .1 (tests/model/test_model_gradient.c). */
 #include "tests/model/attention_host.h"
 #include "tests/model/check.h"
-#include "tests/model/gpu_fixture.h"
+#include "tests/model/fixture_cuda.h"
 
 #include "tests/gpu.h"
 

@@ -1,4 +1,4 @@
-#include "tests/model/gpu_fixture.h"
+#include "tests/model/fixture_cuda.h"
 
 #if WITH_CUDA
 #include "core/cuda.h"
