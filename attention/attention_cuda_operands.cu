@@ -1,0 +1,465 @@
+/* attention: operands of the variant "cuda", bit for bit those of attention_cpu_operands.c (docs/numerics.md, sections
+ * 3 and 4). Each kernel moves its tensor once in and once out; facts of a head (its amax) come from a pass before. */
+#include "core/cuda.cuh"
+
+extern "C" {
+#include "attention/attention_cuda.h"
+#include "numerics/formats.h"
+}
+
+enum { THREADS = 256, QK_BLOCK = 16 };
+
+/* The published multiplier of V; smaller only where 4 |v| would leave E4M3. */
+#define VALUE_LIFT 4.0f
+#define FLOAT_INFINITY __uint_as_float(FLOAT_INF)
+
+__device__ __forceinline__ const bf16 *token_of(const head_tensor &x, int64_t head, int64_t token)
+{
+    return x.view.data + (head / x.heads) * x.view.batch_stride + (head % x.heads) * x.view.head_stride +
+           token * x.view.token_stride;
+}
+
+/* The largest 2^k with 2^k amax <= limit, k <= 126; 1 if amax is 0, Inf or NaN (numerics/blocks.h). */
+__device__ __forceinline__ float pow2_scale_of(float amax, float limit)
+{
+    if (!(amax > 0.0f) || !(amax < FLOAT_INFINITY)) {
+        return 1.0f;
+    }
+    int amax_exponent, limit_exponent;
+    const float amax_fraction = frexpf(amax, &amax_exponent), limit_fraction = frexpf(limit, &limit_exponent);
+    const int k = limit_exponent - amax_exponent - (amax_fraction > limit_fraction ? 1 : 0);
+    return ldexpf(1.0f, k < 126 ? k : 126);
+}
+
+/* ---- facts of heads --------------------------------------------------------------------------------------- */
+
+/* Grid (slices of tokens, batch * heads). */
+static __global__ void measure_kernel(head_tensor x, head_facts *facts)
+{
+    const int64_t head = blockIdx.y;
+    const int chunks = (int)(x.head_dim / 8);
+    uint32_t largest = 0, bad = 0;
+    for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < x.tokens * chunks;
+         i += (int64_t)gridDim.x * THREADS) {
+        const uint4 words = bf16x8_load(token_of(x, head, i / chunks) + i % chunks * 8).words;
+        const uint32_t w[4] = {words.x & 0x7fff7fffu, words.y & 0x7fff7fffu, words.z & 0x7fff7fffu,
+                               words.w & 0x7fff7fffu};
+        const uint32_t pair = __vmaxu2(__vmaxu2(w[0], w[1]), __vmaxu2(w[2], w[3]));
+        largest = __vmaxu2(largest, pair);
+        if (max(pair & 0xffffu, pair >> 16) >= 0x7f80u) {
+            for (int j = 0; j < 4; j++) {
+                bad += ((w[j] & 0xffffu) >= 0x7f80u) + (w[j] >> 16 >= 0x7f80u);
+            }
+        }
+    }
+    largest = __reduce_max_sync(0xffffffffu, max(largest & 0xffffu, largest >> 16));
+    bad = __reduce_add_sync(0xffffffffu, bad);
+    if ((threadIdx.x & 31) == 0) {
+        atomicMax(&facts[head].amax, min(largest, 0x7f80u) << 16);
+        if (bad > 0) {
+            atomicAdd(&facts[head].non_finite, bad);
+        }
+    }
+}
+
+void attention_measure_cuda(const struct cuda *on, const struct head_tensor *x, struct head_facts *facts)
+{
+    const int64_t heads = x->batch * x->heads;
+    cuda_zero(on, facts, (size_t)heads * sizeof *facts);
+    const unsigned int slices = cuda_blocks(x->tokens * (x->head_dim / 8), 8 * THREADS);
+    if (heads > 0 && slices > 0) {
+        measure_kernel<<<dim3(slices < 64 ? slices : 64, (unsigned int)heads), THREADS, 0, on->stream>>>(*x, facts);
+        cuda_launched(on, "attention measure");
+    }
+}
+
+/* ---- centred K -------------------------------------------------------------------------------------------- */
+
+/* A thread a feature. The mean is summed in token order, as on the CPU: every slice of tokens makes it anew. */
+static __global__ void centre_kernel(head_tensor k, bf16 *y)
+{
+    const int64_t head = blockIdx.y, d = threadIdx.x, stride = k.view.token_stride;
+    const bf16 *x = token_of(k, head, 0) + d;
+    float mean = 0.0f;
+    int64_t t = 0;
+    for (; t + 16 <= k.tokens; t += 16) {
+        bf16 next[16];
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            next[i] = x[(t + i) * stride];
+        }
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            mean = __fadd_rn(mean, bf16_value(next[i]));
+        }
+    }
+    for (; t < k.tokens; t++) {
+        mean = __fadd_rn(mean, bf16_value(x[t * stride]));
+    }
+    mean = __fdiv_rn(mean, (float)k.tokens);
+    for (t = blockIdx.x; t < k.tokens; t += gridDim.x) {
+        y[(head * k.tokens + t) * k.head_dim + d] = bf16_code(__fsub_rn(bf16_value(x[t * stride]), mean));
+    }
+}
+
+void attention_centre_cuda(const struct cuda *on, const struct head_tensor *k, bf16 *y)
+{
+    const int64_t heads = k->batch * k->heads;
+    const unsigned int slices = cuda_blocks(k->tokens, 256);
+    if (heads > 0) {
+        const dim3 grid(slices < 32 ? slices : 32, (unsigned int)heads);
+        centre_kernel<<<grid, (unsigned int)k->head_dim, 0, on->stream>>>(*k, y);
+        cuda_launched(on, "attention centre");
+    }
+}
+
+/* ---- NVFP4 rows (numerics/blocks.c) ----------------------------------------------------------------------- */
+
+/* By how much coding n magnitudes with `scale` lessens sum x^2. The FP32 sum is exact, see numerics/blocks.c. */
+template <int N> __device__ __forceinline__ double squared_gain(const float *x, float scale)
+{
+    const float inverse = __fdiv_rn(1.0f, scale);
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const float q = e2m1_round(__fmul_rn(x[i], inverse));
+        sum += q * (2.0f * x[i] - q * scale);
+    }
+    return (double)sum * (double)scale;
+}
+
+__device__ __forceinline__ float squared_error(const float *x, float scale)
+{
+    const float inverse = __fdiv_rn(1.0f, scale);
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < QK_BLOCK; i++) {
+        const float d = x[i] - e2m1_round(__fmul_rn(x[i], inverse)) * scale;
+        sum += d * d;
+    }
+    return sum;
+}
+
+__device__ __forceinline__ uint8_t nvfp4_amax_code(float amax)
+{
+    return ue4m3_from_float(__fdiv_rn(amax, E2M1_MAX));
+}
+
+/* The code with the least squared error among those in [.25, 1.25] amax / 6, the lowest on a tie. Small codes that clip
+ * too much to win are passed over, by a bound with room for its own rounding. */
+static __device__ uint8_t nvfp4_mse_code(const float *x, float amax)
+{
+    int first = ue4m3_from_float(__fdiv_rn(amax, 24.0f)), last = ue4m3_from_float(__fdiv_rn(5.0f * amax, 24.0f));
+    first += 24.0 * (double)ue4m3_to_float((uint8_t)first) < (double)amax ? 1 : 0;
+    last -= 24.0 * (double)ue4m3_to_float((uint8_t)last) > 5.0 * (double)amax ? 1 : 0;
+    int start = nvfp4_amax_code(amax);
+    if (first > last) {
+        return (uint8_t)start;
+    }
+    start = min(start, last);
+    const float bound = 1.0001f * squared_error(x, ue4m3_to_float((uint8_t)start));
+    while (first < start) {
+        const float clipped = amax - E2M1_MAX * ue4m3_to_float((uint8_t)first);
+        if (!(clipped > 0.0f && clipped * clipped > bound)) {
+            break;
+        }
+        first++;
+    }
+    int best = first;
+    double best_gain = -1.0;
+    for (int code = first; code <= last; code++) {
+        const double gain = squared_gain<QK_BLOCK>(x, ue4m3_to_float((uint8_t)code));
+        best = gain > best_gain ? code : best;
+        best_gain = gain > best_gain ? gain : best_gain;
+    }
+    return (uint8_t)best;
+}
+
+__device__ __forceinline__ void load16(const bf16 *x, float *y)
+{
+    bf16x8_unpack(bf16x8_load(x), y);
+    bf16x8_unpack(bf16x8_load(x + 8), y + 8);
+}
+
+__device__ __forceinline__ void store16(const float *x, bf16 *y)
+{
+    bf16x8_store(y, bf16x8_pack(x));
+    bf16x8_store(y + 8, bf16x8_pack(x + 8));
+}
+
+__device__ __forceinline__ void store16_nan(bf16 *y)
+{
+    const uint4 nan = make_uint4(0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu);
+    bf16x8_store(y, {nan});
+    bf16x8_store(y + 8, {nan});
+}
+
+/* Largest magnitude times g, and the magnitudes. */
+template <int N> __device__ __forceinline__ float magnitudes(const float *x, float g, float *m)
+{
+    float amax = 0.0f;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        m[i] = fabsf(__fmul_rn(x[i], g));
+        amax = fmaxf(amax, m[i]);
+    }
+    return amax;
+}
+
+/* n values under a scale code, decoded. */
+template <int N> __device__ __forceinline__ void nvfp4_apply(float *x, float g, uint8_t code)
+{
+    const float scale = ue4m3_to_float(code), step = __fdiv_rn(scale, g);
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        x[i] = code == 0 ? 0.0f : __fmul_rn(e2m1_round(__fdiv_rn(__fmul_rn(x[i], g), scale)), step);
+    }
+}
+
+/* A thread a block of 16 features. */
+template <bool MSE>
+static __global__ void __launch_bounds__(THREADS) scores_kernel(head_tensor x, const head_facts *facts, bf16 *y)
+{
+    const int64_t blocks = x.head_dim / QK_BLOCK, i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (i >= x.batch * x.heads * x.tokens * blocks) {
+        return;
+    }
+    const int64_t row = i / blocks, head = row / x.tokens, d = i % blocks * QK_BLOCK;
+    const float amax = __uint_as_float(facts[head].amax);
+    bf16 *to = y + row * x.head_dim + d;
+    if (!(amax < FLOAT_INFINITY)) {
+        store16_nan(to);
+        return;
+    }
+    const float g = pow2_scale_of(amax, E2M1_MAX * UE4M3_MAX);
+    float block[QK_BLOCK], m[QK_BLOCK];
+    load16(token_of(x, head, row % x.tokens) + d, block);
+    const float block_amax = magnitudes<QK_BLOCK>(block, g, m);
+    const uint8_t code = MSE && block_amax > 0.0f ? nvfp4_mse_code(m, block_amax) : nvfp4_amax_code(block_amax);
+    nvfp4_apply<QK_BLOCK>(block, g, code);
+    store16(block, to);
+}
+
+/* A thread two blocks 64 features apart, which share the better of some scales (D = 128). */
+static __global__ void __launch_bounds__(THREADS) scores_folded_kernel(head_tensor x, const head_facts *facts, bf16 *y)
+{
+    const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (i >= x.batch * x.heads * x.tokens * 4) {
+        return;
+    }
+    const int64_t row = i / 4, head = row / x.tokens, d = i % 4 * QK_BLOCK;
+    const float amax = __uint_as_float(facts[head].amax);
+    bf16 *to = y + row * 128 + d;
+    if (!(amax < FLOAT_INFINITY)) {
+        store16_nan(to);
+        store16_nan(to + 64);
+        return;
+    }
+    const float g = pow2_scale_of(amax, E2M1_MAX * UE4M3_MAX);
+    const bf16 *from = token_of(x, head, row % x.tokens) + d;
+    float pair[2 * QK_BLOCK], m[2 * QK_BLOCK];
+    load16(from, pair);
+    load16(from + 64, pair + QK_BLOCK);
+    const float pair_amax = magnitudes<2 * QK_BLOCK>(pair, g, m);
+    uint8_t best = 0;
+    double best_gain = 0.0;
+    for (int j = 0; j < 11; j++) {
+        /* .25 .3125 .375 .4375 .5 .625 .75 .875 1 1.125 1.25 */
+        const float multiplier = j < 4 ? 0.25f + 0.0625f * (float)j : 0.5f + 0.125f * (float)(j - 4);
+        const uint8_t code = ue4m3_from_float(__fdiv_rn(__fmul_rn(multiplier, pair_amax), E2M1_MAX));
+        const double gain = code == 0 ? 0.0 : squared_gain<2 * QK_BLOCK>(m, ue4m3_to_float(code));
+        best = j == 0 || gain > best_gain ? code : best; /* a zero scale gains nothing */
+        best_gain = j == 0 || gain > best_gain ? gain : best_gain;
+    }
+    nvfp4_apply<2 * QK_BLOCK>(pair, g, best);
+    store16(pair, to);
+    store16(pair + QK_BLOCK, to + 64);
+}
+
+/* E4M3(m x) / m in place, m from the head's amax: nvfp4_e4m3. */
+static __global__ void lower_kernel(bf16 *y, int64_t n, int64_t head_size, const head_facts *facts)
+{
+    const int64_t i = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * 8;
+    if (i >= n) {
+        return;
+    }
+    const float m = pow2_scale_of(__uint_as_float(facts[i / head_size].amax), E4M3_MAX), inverse = __fdiv_rn(1.0f, m);
+    float x[8];
+    bf16x8_unpack(bf16x8_load(y + i), x);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        x[j] = __fmul_rn(e4m3_round(__fmul_rn(x[j], m)), inverse);
+    }
+    bf16x8_store(y + i, bf16x8_pack(x));
+}
+
+void attention_scores_cuda(const struct cuda *on, const struct attention_recipe *recipe, const struct head_tensor *x,
+                           const struct head_facts *facts, struct head_facts *decoded, bf16 *y)
+{
+    const int64_t heads = x->batch * x->heads, rows = heads * x->tokens, size = x->tokens * x->head_dim;
+    if (rows == 0) {
+        return;
+    }
+    const unsigned int blocks = cuda_blocks(rows * (x->head_dim / QK_BLOCK), THREADS);
+    if (recipe->qk_scale == QK_SCALE_FOLDED) {
+        scores_folded_kernel<<<cuda_blocks(rows * 4, THREADS), THREADS, 0, on->stream>>>(*x, facts, y);
+    } else if (recipe->qk_scale == QK_SCALE_MSE) {
+        scores_kernel<true><<<blocks, THREADS, 0, on->stream>>>(*x, facts, y);
+    } else {
+        scores_kernel<false><<<blocks, THREADS, 0, on->stream>>>(*x, facts, y);
+    }
+    cuda_launched(on, "attention scores");
+    if (recipe->qk == QK_NVFP4_E4M3) {
+        struct head_tensor own = *x;
+        own.view = {y, x->heads * size, x->head_dim, size};
+        attention_measure_cuda(on, &own, decoded);
+        lower_kernel<<<cuda_blocks(heads * size, 8 * THREADS), THREADS, 0, on->stream>>>(y, heads * size, size,
+                                                                                         decoded);
+        cuda_launched(on, "attention scores in E4M3");
+    }
+}
+
+/* ---- V ---------------------------------------------------------------------------------------------------- */
+
+__device__ __forceinline__ float value_lift(float amax)
+{
+    return amax > E4M3_MAX / VALUE_LIFT && amax < FLOAT_INFINITY ? pow2_scale_of(amax, E4M3_MAX) : VALUE_LIFT;
+}
+
+/* E4M3(m x) / m, times the unit. */
+__device__ __forceinline__ float value_e4m3(float x, float m, float inverse, float unit)
+{
+    return __fmul_rn(bf16_value(bf16_code(__fmul_rn(e4m3_round(__fmul_rn(x, m)), inverse))), unit);
+}
+
+/* A thread 8 features of one token. */
+static __global__ void value_e4m3_kernel(head_tensor x, const head_facts *facts, float unit, bf16 *y, bool hide)
+{
+    const int64_t i = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * 8, size = x.tokens * x.head_dim;
+    if (i >= x.batch * x.heads * size) {
+        return;
+    }
+    const int64_t head = i / size, at = i % size;
+    const float amax = __uint_as_float(facts[head].amax);
+    const float m = value_lift(amax), inverse = __fdiv_rn(1.0f, m);
+    float v[8];
+    bf16x8_unpack(bf16x8_load(token_of(x, head, at / x.head_dim) + at % x.head_dim), v);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        v[j] = value_e4m3(v[j], m, inverse, unit);
+        v[j] = hide && !(amax < FLOAT_INFINITY) ? __uint_as_float(FLOAT_NAN) : v[j];
+    }
+    bf16x8_store(y + i, bf16x8_pack(v));
+}
+
+static void value_e4m3(const struct cuda *on, const struct head_tensor *x, const struct head_facts *facts, float unit,
+                       bf16 *y, bool hide)
+{
+    const int64_t n = x->batch * x->heads * x->tokens * x->head_dim;
+    if (n > 0) {
+        value_e4m3_kernel<<<cuda_blocks(n, 8 * THREADS), THREADS, 0, on->stream>>>(*x, facts, unit, y, hide);
+        cuda_launched(on, "attention values in E4M3");
+    }
+}
+
+void attention_value_e4m3_cuda(const struct cuda *on, const struct head_tensor *x, const struct head_facts *facts,
+                               float unit, bf16 *y)
+{
+    value_e4m3(on, x, facts, unit, y, false);
+}
+
+/* n keys of one feature under one E8M0 scale. */
+template <int N> __device__ __forceinline__ void mxfp4_column(float *x, float amax, bool nearest)
+{
+    int code = (int)(__float_as_uint(amax) >> 23) - 2;
+    code = nearest ? e8m0_from_float(amax, E8M0_NEAREST) : max(code, 0);
+    const float inverse = e8m0_to_float((uint8_t)(254 - code)), scale = e8m0_to_float((uint8_t)code);
+    const float fraction = nearest ? 1.0f / 6.0f : 1.0f, grid = nearest ? E2M1_MAX : 1.0f;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const float q = e2m1_round(__fmul_rn(__fmul_rn(x[i], inverse), grid));
+        x[i] = amax == 0.0f ? 0.0f : __fmul_rn(scale, __fmul_rn(q, fraction));
+    }
+}
+
+template <int N> __device__ __forceinline__ void ue5m3_column(float *x, float amax, float g)
+{
+    const float code = ue5m3_to_float(ue5m3_from_float(__fdiv_rn(__fmul_rn(g, amax), E2M1_MAX)));
+    const float s = __fdiv_rn(code, g);
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        x[i] = s > 0.0f ? __fmul_rn(e2m1_round(__fdiv_rn(x[i], s)), s) : 0.0f;
+    }
+}
+
+/* Blocks of keys: a thread one feature of one block (32 keys of MXFP4, 16 of the others). Grid (blocks of keys,
+ * batch * heads), a thread a feature. Sink keys are E4M3. */
+template <enum pv_format PV>
+static __global__ void values_kernel(head_tensor x, const head_facts *facts, const head_facts *sinks, int64_t sink_keys,
+                                     bool nearest, float unit, bf16 *y)
+{
+    constexpr int N = PV == PV_MXFP4 ? 32 : 16;
+    const int64_t head = blockIdx.y, first = (int64_t)blockIdx.x * N, d = threadIdx.x;
+    const int n = (int)min((int64_t)N, x.tokens - first);
+    const float amax = __uint_as_float(facts[head].amax);
+    const bf16 *from = token_of(x, head, first) + d;
+    float v[N], block_amax = 0.0f;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        v[i] = i < n ? bf16_value(from[i * x.view.token_stride]) : 0.0f;
+        block_amax = fmaxf(block_amax, fabsf(v[i]));
+    }
+    if (first < sink_keys) {
+        const float m = value_lift(__uint_as_float(sinks[head].amax)), inverse = __fdiv_rn(1.0f, m);
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            v[i] = value_e4m3(v[i], m, inverse, unit);
+        }
+    } else {
+        if (PV == PV_MXFP4) {
+            mxfp4_column<N>(v, block_amax, nearest);
+        } else if (PV == PV_NVFP4) {
+            const float g = pow2_scale_of(amax, E2M1_MAX * UE4M3_MAX);
+            nvfp4_apply<N>(v, g, nvfp4_amax_code(__fmul_rn(block_amax, g)));
+        } else {
+            ue5m3_column<N>(v, block_amax, pow2_scale_of(amax, UE5M3_MAX * E2M1_MAX));
+        }
+        /* Six times the FP32 neighbour of alpha q / 6 rounds to alpha q, which is exact in BF16. */
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            v[i] = __fmul_rn(v[i], unit);
+        }
+    }
+    bf16 *to = y + (head * x.tokens + first) * x.head_dim + d;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        if (i < n) {
+            to[i * x.head_dim] = amax < FLOAT_INFINITY ? bf16_code(v[i]) : (bf16)0x7fff;
+        }
+    }
+}
+
+void attention_values_cuda(const struct cuda *on, const struct attention_recipe *recipe, const struct head_tensor *x,
+                           const struct head_facts *facts, const struct head_facts *sinks, bf16 *y)
+{
+    const float unit = attention_unit(recipe);
+    const int64_t heads = x->batch * x->heads, sink_keys = recipe->sink_keys_fp8;
+    const bool nearest = recipe->mx_rule == MX_NEAREST;
+    if (recipe->pv == PV_FP8) {
+        value_e4m3(on, x, facts, unit, y, true);
+        return;
+    }
+    if (heads == 0) {
+        return;
+    }
+    const dim3 grid(cuda_blocks(x->tokens, attention_p_block(recipe->pv)), (unsigned int)heads);
+    const unsigned int threads = (unsigned int)x->head_dim;
+    if (recipe->pv == PV_MXFP4) {
+        values_kernel<PV_MXFP4><<<grid, threads, 0, on->stream>>>(*x, facts, sinks, sink_keys, nearest, unit, y);
+    } else if (recipe->pv == PV_NVFP4) {
+        values_kernel<PV_NVFP4><<<grid, threads, 0, on->stream>>>(*x, facts, sinks, sink_keys, nearest, unit, y);
+    } else {
+        values_kernel<PV_FP4_UE5M3><<<grid, threads, 0, on->stream>>>(*x, facts, sinks, sink_keys, nearest, unit, y);
+    }
+    cuda_launched(on, "attention values");
+}
