@@ -30,7 +30,7 @@ struct result {
     double attention_fwd_ms, attention_bwd_ms;
 };
 
-static enum status read_config(struct config *config, const char *arm, const char *updates)
+static enum status read_config(struct config *config, const char *arm, const char *updates, const struct device *device)
 {
     char steps[64];
     char *overrides[] = {steps, "data.seq_len=256", "run.mode=step_time", "data.val=", "eval.every=0"};
@@ -40,7 +40,7 @@ static enum status read_config(struct config *config, const char *arm, const cha
     TRY(config_add_file(config, arm));
     TRY(config_add_overrides(config, overrides, sizeof overrides / sizeof overrides[0]));
     TRY(config_finish(config));
-    return plan_check(config, 1);
+    return plan_check(config, 1, device);
 }
 
 static struct head_view new_view(const struct attention_shape *s, int64_t heads, const char *name)
@@ -56,9 +56,9 @@ static struct head_view new_view(const struct attention_shape *s, int64_t heads,
 }
 
 /* Milliseconds of attention in one update: all layers, all samples. */
-static enum status time_attention(struct result *r)
+static enum status time_attention(struct result *r, const struct device *device)
 {
-    struct attention_shape s = trainer_attention_shape(&r->config);
+    struct attention_shape s = trainer_attention_shape(&r->config, device);
     const struct attention_recipe *recipe = &r->config.attention;
     const struct attention_variant *variant;
     TRY(attention_choose(&s, recipe, DEVICE_CPU, "auto", &variant));
@@ -122,7 +122,7 @@ static enum status measure(struct result *results, struct comm *comm, const stru
         for (int a = 0; a < ARMS; a++) {
             struct result *r = &results[a];
             struct step_times times;
-            TRY(read_config(&r->config, arms[a], updates));
+            TRY(read_config(&r->config, arms[a], updates, device));
             TRY(step_time_measure(&r->config, comm, device, &times));
             if (round == 0 || times.median[PHASE_STEP] < r->times.median[PHASE_STEP]) {
                 r->times = times;
@@ -130,7 +130,7 @@ static enum status measure(struct result *results, struct comm *comm, const stru
         }
     }
     for (int a = 0; a < ARMS; a++) {
-        TRY(time_attention(&results[a]));
+        TRY(time_attention(&results[a], device));
     }
     return OK;
 }
@@ -174,7 +174,7 @@ int main(int argc, char **argv)
     ASSERT(results != NULL);
     enum status status = comm_open(&comm, &argc, &argv, 60);
     if (status == OK) {
-        status = device_open(&device, "cpu");
+        status = device_open(&device, "cpu", 0);
     }
     if (status == OK) {
         status = measure(results, &comm, &device, argc > 1 ? argv[1] : "12");

@@ -20,12 +20,25 @@ struct checkpoint_group {
     void *context;
 };
 
+struct checkpoint_tensor;
+
+/* Tensors that lie elsewhere than in this process's memory, on a device: their bytes pass through a buffer, at most
+ * `piece` at a time, always whole elements. */
+struct checkpoint_store {
+    size_t piece;
+    void *buffer; /* get fills it, put empties it */
+    enum status (*get)(const struct checkpoint_tensor *tensor, uint64_t offset, size_t n);
+    enum status (*put)(const struct checkpoint_tensor *tensor, uint64_t offset, size_t n);
+};
+
 struct checkpoint_tensor {
     const char *name;
     enum dtype dtype;
     int rank;
     int64_t shape[4];
-    void *data; /* full tensor, in every rank (data parallel without sharding) */
+    void *
+        data; /* full tensor, in every rank (data parallel without sharding); with a store: what its calls know it by */
+    const struct checkpoint_store *store; /* NULL: data is memory */
 };
 
 struct checkpoint_content {
@@ -36,6 +49,7 @@ struct checkpoint_content {
     json_t *config; /* -> config.json (Hugging Face) */
     json_t *train;  /* -> train_state/state.json: step, samples, versions, recipe, digests, watch, config dump */
     const char *tokenizer_json; /* path to copy, or NULL */
+    const char *gemm_json;      /* path to copy as train_state/gemm.json, or NULL: choices of a device's products */
 };
 
 /* Saves as folder/step_XXXXXXXX, in place of one of that name. All ranks call it. Removes what a killed save left.

@@ -81,19 +81,37 @@ static enum status check_tensors(const struct safetensors *file, const char *pat
     return OK;
 }
 
-static enum status read_tensor(int fd, const char *path, const struct safetensors_entry *entry, char *data)
+/* Bytes [offset, offset + bytes) of a tensor into memory. */
+static enum status read_bytes(int fd, const char *path, const struct safetensors_entry *entry, uint64_t offset,
+                              uint64_t bytes, char *data)
 {
     uint64_t got = 0;
-    while (got < entry->bytes) {
-        ssize_t n = pread(fd, data + got, entry->bytes - got, (off_t)(entry->offset + got));
+    while (got < bytes) {
+        ssize_t n = pread(fd, data + got, bytes - got, (off_t)(entry->offset + offset + got));
         if (n == 0) {
             return status_fail(ERR_DATA, "%s: tensor %s: the file ends %llu bytes early", path, entry->name,
-                               (unsigned long long)(entry->bytes - got));
+                               (unsigned long long)(entry->bytes - offset - got));
         }
         if (n < 0 && errno != EINTR) {
             return status_fail_errno(ERR_IO, path, "cannot read");
         }
         got += n > 0 ? (uint64_t)n : 0;
+    }
+    return OK;
+}
+
+static enum status read_tensor(int fd, const char *path, const struct safetensors_entry *entry,
+                               const struct checkpoint_tensor *tensor)
+{
+    const struct checkpoint_store *store = tensor->store;
+    if (store == NULL) {
+        return read_bytes(fd, path, entry, 0, entry->bytes, tensor->data);
+    }
+    for (uint64_t offset = 0; offset < entry->bytes;) {
+        uint64_t n = entry->bytes - offset < store->piece ? entry->bytes - offset : store->piece;
+        TRY(read_bytes(fd, path, entry, offset, n, store->buffer));
+        TRY(store->put(tensor, offset, n));
+        offset += n;
     }
     return OK;
 }
@@ -107,7 +125,7 @@ static enum status read_tensors(const struct safetensors *file, const char *path
     }
     enum status status = OK;
     for (int i = 0; i < count && status == OK; i++) {
-        status = read_tensor(fd, path, safetensors_find(file, tensors[i].name), tensors[i].data);
+        status = read_tensor(fd, path, safetensors_find(file, tensors[i].name), &tensors[i]);
     }
     close(fd);
     return status;

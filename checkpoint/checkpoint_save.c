@@ -13,7 +13,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { TOKENIZER_BYTES_MAX = 1 << 28 };
+enum { COPY_BYTES_MAX = 1 << 28 };
 static const char *const tensor_files[2] = {"model.safetensors", "train_state/optimizer.safetensors"};
 
 struct save {
@@ -164,20 +164,21 @@ static enum status add_json(const struct save *s, struct manifest *manifest, con
     return manifest_add_written(manifest, s->temporary, name);
 }
 
-static enum status add_tokenizer(const struct save *s, struct manifest *manifest)
+/* A copy of the file at `from`, if there is one, as `name`. */
+static enum status add_copy(const struct save *s, struct manifest *manifest, const char *name, const char *from)
 {
-    if (s->content->tokenizer_json == NULL) {
+    if (from == NULL) {
         return OK;
     }
     char path[PATH_MAX];
     char *text = NULL;
     size_t bytes = 0;
-    TRY(inside(path, s, "tokenizer.json"));
-    TRY(file_read_all(s->content->tokenizer_json, TOKENIZER_BYTES_MAX, &text, &bytes));
+    TRY(inside(path, s, name));
+    TRY(file_read_all(from, COPY_BYTES_MAX, &text, &bytes));
     enum status status = file_write_atomic(path, text, bytes);
     free(text);
     TRY(status);
-    return manifest_add_written(manifest, s->temporary, "tokenizer.json");
+    return manifest_add_written(manifest, s->temporary, name);
 }
 
 static enum status complete(const struct save *s, struct manifest *manifest)
@@ -186,7 +187,8 @@ static enum status complete(const struct save *s, struct manifest *manifest)
     TRY(add_tensor_files(s, manifest));
     TRY(add_json(s, manifest, "config.json", s->content->config));
     TRY(add_json(s, manifest, "train_state/state.json", s->content->train));
-    TRY(add_tokenizer(s, manifest));
+    TRY(add_copy(s, manifest, "tokenizer.json", s->content->tokenizer_json));
+    TRY(add_copy(s, manifest, "train_state/gemm.json", s->content->gemm_json));
     TRY(inside(path, s, "train_state"));
     TRY(file_sync_folder(path));
     TRY(manifest_write(manifest, s->temporary));

@@ -64,40 +64,54 @@ enum status image_create(const struct image *image, const char *path)
     return status;
 }
 
-/* The longest run of bytes from `offset` that lies in one piece of memory. */
-static const char *piece_at(const struct image *image, uint64_t offset, uint64_t *n)
+/* The longest run of bytes from `offset`, at most *n, that lies in one piece of memory. */
+static enum status piece_at(const struct image *image, uint64_t offset, uint64_t *n, const char **bytes)
 {
     const struct safetensors *layout = &image->layout;
     if (offset < layout->header_bytes) {
-        *n = layout->header_bytes - offset;
-        return layout->header + offset;
+        *n = *n < layout->header_bytes - offset ? *n : layout->header_bytes - offset;
+        *bytes = layout->header + offset;
+        return OK;
     }
-    for (int i = 0; i < layout->count; i++) {
-        const struct safetensors_entry *entry = &layout->entries[i];
-        if (offset < entry->offset + entry->bytes) {
-            *n = entry->offset + entry->bytes - offset;
-            return (const char *)image->tensors[i].data + (offset - entry->offset);
+    int i = 0;
+    while (offset >= layout->entries[i].offset + layout->entries[i].bytes) {
+        i++;
+        ASSERT(i < layout->count);
+    }
+    const struct checkpoint_tensor *tensor = &image->tensors[i];
+    uint64_t within = offset - layout->entries[i].offset, left = layout->entries[i].bytes - within;
+    *n = *n < left ? *n : left;
+    if (tensor->store == NULL) {
+        *bytes = (const char *)tensor->data + within;
+        return OK;
+    }
+    *n = *n < tensor->store->piece ? *n : tensor->store->piece;
+    *bytes = tensor->store->buffer;
+    return tensor->store->get(tensor, within, *n);
+}
+
+static enum status write_all(int fd, const char *path, const char *bytes, uint64_t n, uint64_t offset)
+{
+    for (uint64_t done = 0; done < n;) {
+        ssize_t written = pwrite(fd, bytes + done, n - done, (off_t)(offset + done));
+        if (written < 0 && errno != EINTR) {
+            return status_fail_errno(ERR_IO, path, "cannot write");
         }
+        done += written > 0 ? (uint64_t)written : 0;
     }
-    ASSERT(!"offset inside the file");
-    return NULL;
+    return OK;
 }
 
 static enum status write_range(const struct image *image, int fd, const char *path, uint64_t begin, uint64_t end,
                                XXH3_state_t *hash)
 {
     while (begin < end) {
-        uint64_t n = 0;
-        const char *bytes = piece_at(image, begin, &n);
-        n = n < end - begin ? n : end - begin;
-        ssize_t written = pwrite(fd, bytes, n, (off_t)begin);
-        if (written < 0 && errno != EINTR) {
-            return status_fail_errno(ERR_IO, path, "cannot write");
-        }
-        if (written > 0) {
-            XXH3_128bits_update(hash, bytes, (size_t)written);
-            begin += (uint64_t)written;
-        }
+        uint64_t n = end - begin;
+        const char *bytes;
+        TRY(piece_at(image, begin, &n, &bytes));
+        TRY(write_all(fd, path, bytes, n, begin));
+        XXH3_128bits_update(hash, bytes, n);
+        begin += n;
     }
     return OK;
 }

@@ -46,6 +46,21 @@ static enum status count_devices(int *count)
     return check("counting devices", error);
 }
 
+static bool has_kernels(int capability)
+{
+    return capability == 90 || capability == 100 || capability == 103;
+}
+
+bool device_cuda_usable(void)
+{
+    struct cudaDeviceProp properties;
+    int count = 0;
+    bool found = cudaGetDeviceCount(&count) == cudaSuccess && count > 0 &&
+                 cudaGetDeviceProperties(&properties, 0) == cudaSuccess;
+    (void)cudaGetLastError(); /* a machine without a GPU is no error here */
+    return found && has_kernels(10 * properties.major + properties.minor);
+}
+
 enum status device_cuda_query(struct device *gpu, int ordinal)
 {
     struct cudaDeviceProp properties;
@@ -59,7 +74,7 @@ enum status device_cuda_query(struct device *gpu, int ordinal)
     }
     TRY(check("querying properties", cudaGetDeviceProperties(&properties, ordinal)));
     int capability = 10 * properties.major + properties.minor;
-    if (capability != 90 && capability != 100 && capability != 103) {
+    if (!has_kernels(capability)) {
         return status_fail(ERR_UNSUPPORTED,
                            "device cuda: %s has compute capability %d.%d; this build has kernels for 9.0 (H100, H200) "
                            "and 10.x (B200, B300); use device cpu",

@@ -51,23 +51,46 @@ static void cpu_open(struct device *device)
 #endif
 }
 
+#if WITH_CUDA
+/* Dense BF16 FLOP/s of a GPU by its datasheet, 0 for one that we have none of. An H100 on a PCIe card runs slower. */
+static double peak_flops(const char *name)
+{
+    bool slow = strstr(name, "PCIe") != NULL || strstr(name, "NVL") != NULL;
+    return !slow && (strstr(name, "H100") != NULL || strstr(name, "H200") != NULL) ? 989.4e12 : 0;
+}
+
 static enum status gpu_open(struct device *device, int ordinal)
 {
-#if WITH_CUDA
-    return device_cuda_query(device, ordinal);
+    struct device host, gpu;
+    TRY(device_cuda_query(&gpu, ordinal));
+    cpu_open(&host); /* whose threads make initial weights */
+    gpu.threads = host.threads;
+    gpu.peak_flops = peak_flops(gpu.name);
+    *device = gpu;
+    return OK;
+}
 #else
+static bool device_cuda_usable(void)
+{
+    return false;
+}
+
+static enum status gpu_open(struct device *device, int ordinal)
+{
     (void)device;
     (void)ordinal;
     return status_fail(ERR_UNSUPPORTED, "device cuda: built without CUDA; use device cpu, or build with CUDA=1");
-#endif
 }
+#endif
 
-enum status device_open(struct device *device, const char *kind)
+enum status device_open(struct device *device, const char *kind, int ordinal)
 {
     if (strcmp(kind, "cuda") == 0) {
-        return gpu_open(device, 0);
+        return gpu_open(device, ordinal);
     }
-    /* auto is the CPU also where there is a GPU: no operator runs on one yet. */
+    if (strcmp(kind, "auto") == 0 && device_cuda_usable()) {
+        return gpu_open(device, ordinal);
+    }
     if (strcmp(kind, "cpu") == 0 || strcmp(kind, "auto") == 0) {
         cpu_open(device);
         return OK;

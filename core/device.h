@@ -10,15 +10,22 @@ enum device_kind { DEVICE_CPU, DEVICE_CUDA };
 struct device {
     enum device_kind kind;
     char name[256];       /* as the vendor writes it: CPU model name, GPU name */
-    int threads;          /* CPU: OpenMP threads of this process */
+    int threads;          /* OpenMP threads of this process */
     int64_t memory_bytes; /* what this process may plan with */
     int ordinal;          /* CUDA: which GPU of the machine */
     int capability;       /* CUDA: 10 * major + minor of its compute capability */
+    double peak_flops;    /* dense BF16 FLOP/s by the vendor's datasheet; 0 where none is known (CPUs) */
 };
 
-/* `kind` is auto, cpu or cuda. Fails with ERR_UNSUPPORTED when this build or machine lacks what was asked for. */
-MUST_CHECK enum status device_open(struct device *device, const char *kind);
+/* `kind` is auto, cpu or cuda; auto takes a GPU where this build has kernels for one, else the CPU. `ordinal`: which
+ * GPU of the machine, if it is one. Fails with ERR_UNSUPPORTED when this build or machine lacks what was asked for. */
+MUST_CHECK enum status device_open(struct device *device, const char *kind, int ordinal);
 
 /* GPU number `ordinal`. Only in builds with CUDA (core/cuda.c). Fails with ERR_UNSUPPORTED if there is none, or none
  * that this build has kernels for; ERR_DEVICE if the runtime breaks. */
 MUST_CHECK enum status device_cuda_query(struct device *gpu, int ordinal);
+
+#if WITH_CUDA
+/* Is there a GPU that device_cuda_query would accept as number 0? Says nothing. */
+bool device_cuda_usable(void);
+#endif

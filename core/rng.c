@@ -41,13 +41,39 @@ float rng_uniform(uint64_t seed, uint64_t stream, uint32_t update, uint64_t elem
     return (float)(rng_bits(seed, stream, update, element) >> 8) * 0x1p-24f;
 }
 
+/* Two words make two normals. The radius takes all 32 bits of its word, for tails up to 6.6 sigma; never log(0). */
+static float radius_of(uint32_t word)
+{
+    return sqrtf(-2.0f * logf(((float)word + 1.0f) * 0x1p-32f));
+}
+
+static float angle_of(uint32_t word)
+{
+    return 6.28318530717958647692f * ((float)(word >> 8) * 0x1p-24f);
+}
+
 float rng_normal(uint64_t seed, uint64_t stream, uint64_t element)
 {
     struct rng_words words = block_of(seed, stream, 0, element);
-    /* Two words make two normals. The radius takes all 32 bits of its word, for tails up to 6.6 sigma; never log(0). */
-    float u = ((float)words.w[element & 2] + 1.0f) * 0x1p-32f;
-    float turn = (float)(words.w[(element & 2) + 1] >> 8) * 0x1p-24f;
-    float radius = sqrtf(-2.0f * logf(u));
-    float angle = 6.28318530717958647692f * turn;
-    return radius * (element & 1 ? sinf(angle) : cosf(angle));
+    float angle = angle_of(words.w[(element & 2) + 1]);
+    return radius_of(words.w[element & 2]) * (element & 1 ? sinf(angle) : cosf(angle));
+}
+
+void rng_normals(uint64_t seed, uint64_t stream, uint64_t first, int64_t n, float *values)
+{
+    int64_t i = 0;
+    for (; i < n && ((first + (uint64_t)i) & 3) != 0; i++) {
+        values[i] = rng_normal(seed, stream, first + (uint64_t)i);
+    }
+    for (; i + 4 <= n; i += 4) {
+        struct rng_words words = block_of(seed, stream, 0, first + (uint64_t)i);
+        for (int k = 0; k < 4; k += 2) {
+            float radius = radius_of(words.w[k]), angle = angle_of(words.w[k + 1]);
+            values[i + k] = radius * cosf(angle);
+            values[i + k + 1] = radius * sinf(angle);
+        }
+    }
+    for (; i < n; i++) {
+        values[i] = rng_normal(seed, stream, first + (uint64_t)i);
+    }
 }

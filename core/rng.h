@@ -24,3 +24,6 @@ float rng_uniform(uint64_t seed, uint64_t stream, uint32_t update, uint64_t elem
 
 /* Standard normal (Box-Muller in FP32 functions whose bits do not depend on the machine: logf, sqrtf, cosf, sinf). */
 float rng_normal(uint64_t seed, uint64_t stream, uint64_t element);
+
+/* rng_normal of elements first .. first + n - 1, several times faster: a Philox block serves four. */
+void rng_normals(uint64_t seed, uint64_t stream, uint64_t first, int64_t n, float *values);

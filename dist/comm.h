@@ -12,6 +12,7 @@ struct comm_backend;
 
 struct comm {
     int rank, size;
+    int local_rank; /* among the ranks of this machine: which of its GPUs is this rank's */
     double timeout_s;
     const struct comm_backend *backend; /* one process, or MPI: dist/comm_backend.h */
 };

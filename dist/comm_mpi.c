@@ -117,6 +117,19 @@ static void mpi_abort(int exit_code)
 
 static const struct comm_backend mpi_backend = {"MPI", mpi_send, mpi_recv, mpi_close, mpi_abort};
 
+/* Place among the ranks that share this machine's memory, in rank order. */
+static enum status find_local_rank(struct comm *comm)
+{
+    MPI_Comm machine;
+    int code = MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, comm->rank, MPI_INFO_NULL, &machine);
+    if (code != MPI_SUCCESS) {
+        return mpi_failed(comm, "MPI_Comm_split_type", comm->rank, code);
+    }
+    MPI_Comm_rank(machine, &comm->local_rank);
+    MPI_Comm_free(&machine);
+    return OK;
+}
+
 enum status comm_mpi_open(struct comm *comm, int *argc, char ***argv, int launched)
 {
     int provided = 0;
@@ -138,5 +151,5 @@ enum status comm_mpi_open(struct comm *comm, int *argc, char ***argv, int launch
             launched);
     }
     comm->backend = &mpi_backend;
-    return OK;
+    return find_local_rank(comm);
 }

@@ -33,6 +33,11 @@ void param_list_close(struct param_list *list);
 /* NULL if the list has no such name. */
 const struct param *param_list_find(const struct param_list *list, const char *name);
 
-/* Initial values, FP32 into a flat array: normal(0, init_std), residual outputs (o_proj, down_proj) by
- * init_std / sqrt(2 L), gains 1. A value depends on seed, the parameter's name and the element's index only. */
+/* Initial values, FP32: normal(0, init_std), residual outputs (o_proj, down_proj) by init_std / sqrt(2 L), gains 1. A
+ * value depends on seed, the parameter's name and the element's index only. Elements first .. first + n - 1 of one
+ * parameter: */
+void param_init(const struct param *param, const struct model_config *config, uint64_t seed, size_t first, size_t n,
+                float *values);
+
+/* All of them into a flat array, gaps zero. */
 void param_list_init(const struct param_list *list, const struct model_config *config, uint64_t seed, float *values);

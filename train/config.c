@@ -308,6 +308,10 @@ enum status config_finish(struct config *config)
                                config_keys[i].name, config_keys[i].help);
         }
     }
+    if (config->data.train[0] == '\0' && config->run.mode != MODE_STEP_TIME) {
+        return status_fail(ERR_CONFIG, "data.train is not set: name the shards to train on (run.mode = step_time alone "
+                                       "can do without)");
+    }
     if ((config->run.steps > 0) == (config->run.tokens > 0)) {
         return status_fail(ERR_CONFIG, "run.steps = %lld, run.tokens = %lld: give one of the two",
                            (long long)config->run.steps, (long long)config->run.tokens);

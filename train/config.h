@@ -16,7 +16,7 @@
 enum { CONFIG_PATH = 1024, CONFIG_GLOBS = 4096, CONFIG_SEEDS_MAX = 16, CONFIG_KEYS_MAX = 128, CONFIG_ORIGIN = 160 };
 
 enum run_mode { MODE_TRAIN, MODE_STUDY, MODE_STEP_TIME };
-enum determinism { DETERMINISTIC_OFF, DETERMINISTIC_LAYOUT, DETERMINISTIC_ANY };
+enum determinism { DETERMINISTIC_AUTO, DETERMINISTIC_OFF, DETERMINISTIC_LAYOUT, DETERMINISTIC_ANY };
 enum after_divergence { AFTER_STOP, AFTER_CONTINUE };
 
 struct config_run {
@@ -61,6 +61,7 @@ struct config {
     struct schedule schedule;
     struct config_data data;
     double timeout_s;
+    int bucket_mb;
     struct config_checkpoint checkpoint;
     int64_t log_every;
     bool log_stdout;
@@ -70,6 +71,8 @@ struct config {
     struct config_study study;
     char device[16];
     enum recompute recompute;
+    bool graphs;
+    char gemm_choices[CONFIG_PATH];
     bool debug_allow;
     char debug_fault[64];
     /* Where each key of the table got its value: "configs/x.toml:12", "command line" or "" for the default. */

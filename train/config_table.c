@@ -28,7 +28,7 @@
 #define REAL_MAX 1e30
 
 static const char *const run_mode_names[] = {"train", "study", "step_time", NULL};
-static const char *const determinism_names[] = {"off", "layout", "any", NULL};
+static const char *const determinism_names[] = {"auto", "off", "layout", "any", NULL};
 static const char *const after_divergence_names[] = {"stop", "continue", NULL};
 static const char *const master_names[] = {"none", "fp32", NULL};
 static const char *const narrow_names[] = {"fp32", "bf16", NULL};
@@ -50,8 +50,11 @@ const struct config_key config_keys[] = {
          "stop with a checkpoint and exit status 4 after this time; 0: no limit"),
     INT("run", "seed", run.seed, "1", 0, COUNT_MAX, RESUME_FIXED,
         "of initial weights, sample order and stochastic rounding"),
-    ENUM("run", "deterministic", run.deterministic, determinism_names, "any", RESUME_FIXED,
-         "any: equal bits over 1, 2, 4, ... ranks. The CPU knows no other way and refuses off and layout"),
+    ENUM(
+        "run", "deterministic", run.deterministic, determinism_names, "auto", RESUME_NOTICE,
+        "any: equal bits over 1, 2, 4, ... ranks, the only way of the CPU; layout: equal bits for equal ranks, "
+        "micro-batch and choices of products, on CUDA; off: on CUDA, sums in any order where that is faster; auto: any "
+        "on the CPU, layout on CUDA"),
 
     INT("model", "layers", model.layers, NULL, 1, 1000, RESUME_FIXED, "transformer layers"),
     INT("model", "width", model.width, NULL, 1, 1e6, RESUME_FIXED, "hidden size"),
@@ -145,18 +148,23 @@ const struct config_key config_keys[] = {
     REAL("schedule", "decay_fraction", schedule.decay_fraction, "0.2", 0, 1, RESUME_NOTICE,
          "wsd: the last part of the run, which decays"),
 
-    TEXT("data", "train", KEY_GLOBS, data.train, NULL, RESUME_FREE,
-         "globs of training shards, blanks between; on resume their contents are compared, not their names"),
+    TEXT("data", "train", KEY_GLOBS, data.train, "", RESUME_FREE,
+         "globs of training shards, blanks between; on resume their contents are compared, not their names. Must be "
+         "given, but for run.mode = step_time, which without it takes random tokens"),
     TEXT("data", "val", KEY_GLOBS, data.val, "", RESUME_FREE, "globs of validation shards; empty: no evaluation"),
     TEXT("data", "tokenizer", KEY_PATH, data.tokenizer, "", RESUME_FREE,
          "tokenizer.json to put into checkpoints; empty: written for the byte tokeniser's vocabulary, else none"),
     INT("data", "batch", data.batch, NULL, 1, 1e5, RESUME_FIXED, "sequences of an update, over all ranks"),
     INT("data", "micro_batch", data.micro_batch, "1", 1, 1e9, RESUME_FREE,
-        "sequences that run at once; run.deterministic = any sums gradients by sample, so the CPU takes 1 only"),
+        "sequences of a rank that run at once; divides data.batch over the ranks. On CUDA scales of linear recipes "
+        "span "
+        "them; run.deterministic = any sums gradients by sample, so the CPU takes 1 only"),
     INT("data", "seq_len", data.seq_len, NULL, 1, 1e8, RESUME_FIXED, "tokens of a sequence"),
     INT("data", "prefetch", data.prefetch, "2", 0, 64, RESUME_FREE, "batches read ahead"),
 
     REAL("dist", "timeout_s", timeout_s, "600", 1, 1e6, RESUME_FREE, "a rank that waits longer ends the run"),
+    INT("dist", "bucket_mb", bucket_mb, "256", 1, 65536, RESUME_FREE,
+        "CUDA: MiB of gradients that one call of NCCL sums; the CPU sums all at once"),
 
     INT("checkpoint", "every", checkpoint.every, "0", 0, COUNT_MAX, RESUME_FREE,
         "updates between checkpoints; 0: at the end only"),
@@ -200,7 +208,13 @@ const struct config_key config_keys[] = {
 
     TEXT("device", "kind", KEY_TEXT, device, "auto", RESUME_FREE, "auto, cpu or cuda"),
     ENUM("device", "recompute", recompute, recompute_names, "none", RESUME_FREE,
-         "block: keep block inputs only and run forward again in backward; changes no bit"),
+         "block: keep block inputs only and run forward again in backward; gate_up (CUDA): that product alone is run "
+         "again; changes no bit"),
+    BOOL("device", "graphs", graphs, "true", RESUME_FREE,
+         "CUDA: forward and backward are recorded once and replayed; changes no bit"),
+    TEXT("device", "gemm_choices", KEY_PATH, gemm_choices, "", RESUME_FREE,
+         "CUDA: file of the algorithms chosen for products, read if it is there, else written: runs that share it have "
+         "equal bits. Empty: a checkpoint's own on resume, else timed anew"),
 
     BOOL("debug", "allow", debug_allow, "false", RESUME_FREE,
          "permits errors that are planted on purpose: debug.fault and attention.debug_leak"),
@@ -213,7 +227,6 @@ _Static_assert(sizeof config_keys / sizeof config_keys[0] <= CONFIG_KEYS_MAX, "r
 
 const struct config_absent config_absent_keys[] = {
     {"dist.zero", "sharding is not built: every rank holds weights, gradients and moments whole"},
-    {"dist.bucket_mb", "gradients are reduced once, after backward: there are no buckets"},
     {"checkpoint.async", "checkpoints are written between updates, never beside them"},
     {NULL, NULL},
 };

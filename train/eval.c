@@ -3,6 +3,9 @@
 
 #include "core/log.h"
 #include "train/run_folder.h"
+#if WITH_CUDA
+#include "core/cuda.h"
+#endif
 
 #include <math.h>
 #include <stdlib.h>
@@ -12,18 +15,11 @@
  */
 static enum status eval_samples(struct trainer *t, struct model *model, int64_t samples, double *sums)
 {
-    int64_t T = t->config->data.seq_len;
     loader_seek(t->val, (uint64_t)t->comm->rank, (uint64_t)t->comm->size, 1);
     for (int64_t g = t->comm->rank; g < samples; g += t->comm->size) {
         struct model_loss loss;
         TRY(loader_next(t->val, t->tokens, t->targets, NULL));
-        struct model_batch batch = {.tokens = t->tokens,
-                                    .targets = t->targets,
-                                    .batch = 1,
-                                    .length = T,
-                                    .sample = (uint64_t)g,
-                                    .update = (uint32_t)t->update};
-        model_forward(model, &batch, false, &loss);
+        TRY(t->engine->evaluate(t, model, &loss));
         sums[2 * g] = loss.loss_sum;
         sums[2 * g + 1] = (double)loss.valid;
     }
@@ -58,18 +54,44 @@ enum status eval_run(struct trainer *t, double *loss)
     return t->val == NULL ? OK : eval_model(t, t->model, loss);
 }
 
+/* Is there memory for a second model? The run itself never needs more than it planned; this evaluation does, and is
+ * left out, with a line, where a GPU has no room. One answer for all ranks. */
+static enum status has_room(struct trainer *t, size_t bytes, bool *room)
+{
+    int64_t missing = 0;
+#if WITH_CUDA
+    int64_t have;
+    if (t->device->kind == DEVICE_CUDA) {
+        TRY(cuda_memory_free(&have));
+        missing = (int64_t)bytes > have;
+    }
+#endif
+    TRY(comm_max_i64(t->comm, &missing, 1));
+    *room = missing == 0;
+    if (missing && t->comm->rank == 0) {
+        log_info("no evaluation with pv = fp8: a second model of %.2f GiB does not fit the GPU beside this run",
+                 (double)bytes / 0x1p30);
+    }
+    return OK;
+}
+
 /* A second model over the same weights, in memory of its own for as long as it lasts. */
 static enum status eval_other(struct trainer *t, const struct model_options *options, double *loss)
 {
     struct arena arena;
     struct model *model = NULL;
+    bool room;
     arena_measure(&arena, "evaluation");
     enum status status = model_plan(&model, &arena, &t->config->model, &t->params, options);
     model_close(model);
     TRY(status);
     size_t bytes = arena.high_water;
     model = NULL;
-    status = ranks_agree(t->comm, arena_open(&arena, "evaluation", bytes));
+    TRY(has_room(t, bytes, &room));
+    if (!room) {
+        return OK;
+    }
+    status = ranks_agree(t->comm, arena_open_on(&arena, "evaluation", bytes, t->device->kind));
     if (status == OK) {
         status = model_plan(&model, &arena, &t->config->model, &t->params, options);
     }
@@ -97,12 +119,14 @@ enum status eval_run_pv_fp8(struct trainer *t, double *loss)
     recipe->v_diag = plain.v_diag;
     recipe->sink_keys_fp8 = plain.sink_keys_fp8;
     attention_recipe_preset(recipe, BWD_REPRESENTED);
-    struct attention_shape shape = trainer_attention_shape(t->config);
+    struct attention_shape shape = trainer_attention_shape(t->config, t->device);
+    shape.batch = options.batch = 1;
+    options.recompute = RECOMPUTE_BLOCK; /* forward only: nothing is kept */
     const char *refusal = attention_recipe_refusal(recipe, t->config->model.head_dim);
     if (refusal != NULL) {
         log_info("no evaluation with pv = fp8: %s", refusal);
         return OK;
     }
-    TRY(attention_choose(&shape, recipe, DEVICE_CPU, "auto", &options.variant));
+    TRY(attention_choose(&shape, recipe, t->device->kind, "auto", &options.variant));
     return eval_other(t, &options, loss);
 }

@@ -72,8 +72,7 @@ void fault_before_update(struct trainer *t, int64_t update)
         return;
     case FAULT_NAN_WEIGHT:
         tell(t);
-        t->state.weights[target(t)] = bf16_from_float(NAN);
-        trainer_weights_changed(t);
+        t->engine->spoil_weight(t, target(t));
         return;
     case FAULT_EXIT:
         tell(t);
@@ -89,10 +88,13 @@ void fault_before_update(struct trainer *t, int64_t update)
     }
 }
 
-void fault_in_gradient(const struct trainer *t, int64_t update, float *gradient)
+bool fault_in_gradient(const struct trainer *t, int64_t update, size_t *element, float *value)
 {
-    if (strikes(t, update) && (t->fault.kind == FAULT_NAN_GRAD || t->fault.kind == FAULT_INF_GRAD)) {
+    bool here = strikes(t, update) && (t->fault.kind == FAULT_NAN_GRAD || t->fault.kind == FAULT_INF_GRAD);
+    if (here) {
         tell(t);
-        gradient[target(t)] = t->fault.kind == FAULT_NAN_GRAD ? NAN : INFINITY;
+        *element = target(t);
+        *value = t->fault.kind == FAULT_NAN_GRAD ? NAN : INFINITY;
     }
+    return here;
 }

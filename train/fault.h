@@ -3,6 +3,8 @@
 
 #include "core/status.h"
 
+#include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 struct trainer;
@@ -22,5 +24,5 @@ MUST_CHECK enum status fault_parse(struct fault *fault, const char *text, int ra
 /* Before the first sample of an update: exit (status 1), hang, kill; one weight becomes NaN. May not return. */
 void fault_before_update(struct trainer *trainer, int64_t update);
 
-/* After a sample's backward: one element of its gradient becomes NaN or Inf. */
-void fault_in_gradient(const struct trainer *trainer, int64_t update, float *gradient);
+/* After the backward of this rank's first sample: is one element of the gradient to become NaN or Inf? */
+bool fault_in_gradient(const struct trainer *trainer, int64_t update, size_t *element, float *value);

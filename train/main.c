@@ -14,7 +14,13 @@
 
 enum { ARGUMENTS_MAX = 256 };
 
-static const char version[] = "train_gpt8b 0.2.0";
+static const char version[] = "train_gpt8b 0.3.0";
+
+#if WITH_CUDA
+static const char devices[] = "cpu and cuda";
+#else
+static const char devices[] = "cpu";
+#endif
 
 static const char usage[] =
     "Usage: train_gpt8b CONFIG.toml... [--section.key=value...] [--dry-run]\n"
@@ -44,7 +50,7 @@ static bool answered(int argc, char **argv)
         if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) {
             fputs(usage, stdout);
         } else if (strcmp(argv[i], "--version") == 0) {
-            printf("%s, MPI %s, device cpu\n", version, comm_has_mpi() ? "yes" : "no");
+            printf("%s, MPI %s, devices %s\n", version, comm_has_mpi() ? "yes" : "no", devices);
         } else if (strcmp(argv[i], "--keys") == 0 || strcmp(argv[i], "--keys=markdown") == 0) {
             config_print_keys(stdout, argv[i][6] != '\0');
         } else {
@@ -136,12 +142,12 @@ static enum status run(struct comm *comm, struct config *config, int argc, char 
     struct device device;
     TRY(ranks_agree(comm, read_config(config, argc, argv, &arguments)));
     comm->timeout_s = config->timeout_s;
-    TRY(ranks_agree(comm, device_open(&device, config->device)));
-    TRY(ranks_agree(comm, plan_check(config, comm->size)));
+    TRY(ranks_agree(comm, device_open(&device, config->device, comm->local_rank)));
+    TRY(ranks_agree(comm, plan_check(config, comm->size, &device)));
     TRY(ranks_agree(comm, check_same_config(config, comm)));
     if (arguments.dry_run) {
         TRY(plan_print(config, comm, &device, stdout));
-        return config->run.mode == MODE_STUDY ? ranks_agree(comm, study_print(config, comm)) : OK;
+        return config->run.mode == MODE_STUDY ? ranks_agree(comm, study_print(config, comm, &device)) : OK;
     }
     signals_install();
     return run_mode(config, comm, &device);

@@ -188,8 +188,10 @@ enum status metrics_write(struct metrics *metrics, const struct trainer *t, cons
     put(row, "optim_ms", r->optim_ms);
     put(row, "tokens_per_s", tokens / seconds);
     put(row, "tflops", tokens * flops / seconds / 1e12);
-    put(row, "mfu", NAN); /* no CPU states a peak that would mean anything here */
-    put(row, "mem_gib", memory_gib());
+    /* No CPU states a peak that would mean anything here. */
+    double peak = t->device->peak_flops * t->comm->size;
+    put(row, "mfu", peak > 0 ? tokens * flops / seconds / peak : NAN);
+    put(row, "mem_gib", t->device->kind == DEVICE_CPU ? memory_gib() : (double)t->arena.high_water / 0x1p30);
     put_attention(row, &all);
     json_object_set_new(row, "non_finite", json_integer(r->non_finite));
     snprintf(hash, sizeof hash, "%016llx", (unsigned long long)r->batch_hash);

@@ -47,7 +47,12 @@ static void report_start(const struct trainer *t)
              t->params.parameters, (double)t->arena.high_water / 0x1p30, t->comm->size, t->device->threads,
              t->device->name);
     bool plain = t->config->attention.qk == QK_BF16 && t->config->attention.pv == PV_BF16;
-    log_info("attention %s%s: %s", t->options.variant->name, plain ? "" : " (low-precision formats emulated)", recipe);
+    bool cpu = t->device->kind == DEVICE_CPU;
+    log_info("attention %s%s: %s", t->options.variant->name,
+             plain ? ""
+             : cpu ? " (low-precision formats emulated)"
+                   : " (NVFP4 and MXFP4 emulated by wider formats)",
+             recipe);
     model_report_formats(&t->config->model, &t->options);
     log_info(
         "data: %llu windows of %lld tokens; weight decay on matrices and embeddings, not on norm gains; clipping %s",

@@ -22,11 +22,11 @@ struct tensor_list {
     int n_model, n_state;
 };
 
-/* One optimizer tensor a parameter, of the parameter's shape; none where the mode has no such array. */
-static void add_state(struct tensor_list *list, const struct trainer *t, const char *prefix, void *data,
+/* One optimizer tensor a parameter, of the parameter's shape. */
+static void add_state(struct tensor_list *list, struct trainer *t, const char *prefix, enum state_array array,
                       enum dtype dtype)
 {
-    for (int i = 0; data != NULL && i < t->params.count; i++) {
+    for (int i = 0; i < t->params.count; i++) {
         struct checkpoint_tensor *tensor = &list->tensors[list->n_model + list->n_state];
         char *name = list->names[list->n_model + list->n_state];
         const struct checkpoint_tensor *weight = &list->tensors[i];
@@ -34,12 +34,12 @@ static void add_state(struct tensor_list *list, const struct trainer *t, const c
         *tensor = *weight;
         tensor->name = name;
         tensor->dtype = dtype;
-        tensor->data = (char *)data + t->params.params[i].offset * dtype_bytes(dtype);
+        t->engine->expose(t, array, i, tensor);
         list->n_state++;
     }
 }
 
-static enum status list_tensors(struct tensor_list *list, const struct trainer *t)
+static enum status list_tensors(struct tensor_list *list, struct trainer *t)
 {
     size_t n = (size_t)t->params.count;
     enum dtype moments = t->config->optim.moments_bf16 ? DTYPE_BF16 : DTYPE_F32;
@@ -53,13 +53,15 @@ static enum status list_tensors(struct tensor_list *list, const struct trainer *
         list->tensors[i] = (struct checkpoint_tensor){.name = p->name,
                                                       .dtype = DTYPE_BF16,
                                                       .rank = vector ? 1 : 2,
-                                                      .shape = {vector ? p->cols : p->rows, vector ? 0 : p->cols},
-                                                      .data = t->state.weights + p->offset};
+                                                      .shape = {vector ? p->cols : p->rows, vector ? 0 : p->cols}};
+        t->engine->expose(t, STATE_WEIGHTS, i, &list->tensors[i]);
     }
     list->n_model = t->params.count;
-    add_state(list, t, "master.", t->state.master, DTYPE_F32);
-    add_state(list, t, "exp_avg.", t->state.m, moments);
-    add_state(list, t, "exp_avg_sq.", t->state.v, moments);
+    if (t->config->optim.master_fp32) {
+        add_state(list, t, "master.", STATE_MASTER, DTYPE_F32);
+    }
+    add_state(list, t, "exp_avg.", STATE_M, moments);
+    add_state(list, t, "exp_avg_sq.", STATE_V, moments);
     return OK;
 }
 
@@ -113,9 +115,10 @@ static enum status find_tokenizer(const struct trainer *t, const char *out, char
 
 enum status snapshot_save(struct trainer *t, const char *out)
 {
-    char folder[PATH_BYTES], tokenizer[PATH_BYTES];
+    char folder[PATH_BYTES], tokenizer[PATH_BYTES], choices[PATH_BYTES];
     struct tensor_list list;
     snprintf(folder, sizeof folder, "%s/checkpoints", out);
+    snprintf(choices, sizeof choices, "%s/gemm.json", out);
     enum status status = t->comm->rank == 0 ? file_make_folders(folder) : OK;
     if (status == OK) {
         status = find_tokenizer(t, out, tokenizer);
@@ -130,7 +133,8 @@ enum status snapshot_save(struct trainer *t, const char *out)
                                          .n_state = list.n_state,
                                          .config = hf_config(&t->config->model),
                                          .train = train_state(t),
-                                         .tokenizer_json = tokenizer[0] != '\0' ? tokenizer : NULL};
+                                         .tokenizer_json = tokenizer[0] != '\0' ? tokenizer : NULL,
+                                         .gemm_json = access(choices, F_OK) == 0 ? choices : NULL};
     status = ranks_agree(t->comm, status);
     if (status == OK) {
         status = checkpoint_save(folder, t->update, &group, &content);
@@ -185,6 +189,11 @@ static enum status load(struct trainer *t, const char *path, const char *allowed
     }
     tensor_list_close(&list);
     TRY(status);
+    char choices[PATH_BYTES];
+    snprintf(choices, sizeof choices, "%s/train_state/gemm.json", path);
+    if (access(choices, F_OK) == 0) {
+        TRY(t->engine->recall(t, choices));
+    }
     TRY(watch_restore(t->watch, json_object_get(state, "watch")));
     t->update = step;
     t->samples = samples;

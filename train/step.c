@@ -2,6 +2,7 @@
 #include "train/step.h"
 
 #include "core/log.h"
+#include "core/rng.h"
 
 #include <math.h>
 #include <string.h>
@@ -15,11 +16,26 @@ double step_clock_s(void)
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-static double lap_ms(double *since)
+double step_lap_ms(double *since)
 {
     double now = step_clock_s(), ms = 1e3 * (now - *since);
     *since = now;
     return ms;
+}
+
+/* run.mode = step_time without data: any tokens do, only their number counts. */
+static enum status random_batch(struct trainer *t, int64_t update)
+{
+    int64_t n = t->local * t->config->data.seq_len;
+    uint64_t stream = rng_stream("step_time/tokens"), vocab = (uint64_t)t->config->model.vocab;
+    for (int64_t i = 0; i < n; i++) {
+        uint64_t bits =
+            rng_bits((uint64_t)t->config->run.seed, stream, (uint32_t)update, (uint64_t)(t->comm->rank * n + i));
+        t->tokens[i] = (int32_t)(bits * vocab >> 32);
+    }
+    memcpy(t->targets, t->tokens + 1, (size_t)(n - 1) * sizeof *t->targets);
+    t->targets[n - 1] = t->tokens[0];
+    return OK;
 }
 
 /* Reads this rank's samples. The number of valid targets of the whole update is known before the first forward: it is
@@ -27,9 +43,9 @@ static double lap_ms(double *since)
  * not depend on ranks; it travels as two halves, whose sums stay in range. */
 static enum status next_batch(struct trainer *t, struct step_result *r)
 {
-    int64_t local = t->tree.leaves, T = t->config->data.seq_len;
+    int64_t local = t->local, T = t->config->data.seq_len;
     uint64_t first = (uint64_t)(t->comm->rank * local), hash = 0;
-    TRY(loader_next(t->train, t->tokens, t->targets, NULL));
+    TRY(t->train != NULL ? loader_next(t->train, t->tokens, t->targets, NULL) : random_batch(t, r->update));
     int64_t valid = 0;
     for (int64_t i = 0; i < local * T; i++) {
         valid += t->targets[i] >= 0;
@@ -49,69 +65,12 @@ static enum status next_batch(struct trainer *t, struct step_result *r)
     return OK;
 }
 
-/* By exponent bits, without branches: this runs over every gradient of every sample, to name the rank and sample of a
- * NaN that the sum over samples would hide. */
-static bool all_finite(const float *x, size_t n)
-{
-    uint32_t bad = 0;
-    for (size_t i = 0; i < n; i++) {
-        uint32_t bits;
-        memcpy(&bits, &x[i], sizeof bits);
-        bad |= (bits & 0x7f800000U) == 0x7f800000U;
-    }
-    return bad == 0;
-}
-
-/* Forward and backward of this rank's samples, each a leaf of the gradient tree. *bad_sample: the first sample of the
- * update whose loss or gradient is not finite, INT64_MAX if none. */
-static void run_samples(struct trainer *t, struct step_result *r, int64_t *bad_sample)
-{
-    int64_t local = t->tree.leaves, T = t->config->data.seq_len, layers = t->config->model.layers;
-    size_t batch = (size_t)t->config->data.batch;
-    memset(t->sample_loss, 0, batch * sizeof *t->sample_loss);
-    memset(t->sample_stats, 0, batch * (size_t)layers * sizeof *t->sample_stats);
-    *bad_sample = INT64_MAX;
-    double clock = step_clock_s();
-    for (int64_t k = 0; k < local; k++) {
-        int64_t g = t->comm->rank * local + k;
-        struct model_batch batch_k = {.tokens = t->tokens + k * T,
-                                      .targets = t->targets + k * T,
-                                      .batch = 1,
-                                      .length = T,
-                                      .sample = (uint64_t)(t->samples + g),
-                                      .update = (uint32_t)r->update};
-        struct model_loss loss;
-        float *leaf = grad_tree_leaf(&t->tree);
-        model_stats_reset(t->model);
-        model_forward(t->model, &batch_k, true, &loss);
-        r->forward_ms += lap_ms(&clock);
-        struct model_backward backward = {
-            .batch = &batch_k, .loss_scale = (float)(1.0 / (double)r->valid), .grads = leaf};
-        model_backward(t->model, &backward);
-        if (k == 0) {
-            fault_in_gradient(t, r->update, leaf);
-        }
-        t->sample_loss[g] = loss.loss_sum;
-        memcpy(t->sample_stats + g * layers, model_stats(t->model), (size_t)layers * sizeof *t->sample_stats);
-        bool finite = isfinite(loss.loss_sum);
-        for (int i = 0; i < t->params.count && finite; i++) {
-            finite = all_finite(leaf + t->segments[i].offset, t->segments[i].elements);
-        }
-        if (!finite && g < *bad_sample) {
-            *bad_sample = g;
-        }
-        grad_tree_push(&t->tree);
-        r->backward_ms += lap_ms(&clock);
-    }
-}
-
-/* Gradients, losses and statistics of all ranks, in every rank. Each sample's numbers come from one rank and are zero
- * on the others, so that their sum over ranks is exact; samples are then added in order. */
-static enum status reduce(struct trainer *t, struct step_result *r, float **grads, int64_t *bad_sample)
+/* Losses and statistics of all ranks, in every rank. Each sample's numbers come from one rank and are zero on the
+ * others, so that their sum over ranks is exact; samples are then added in order. */
+static enum status reduce_losses(struct trainer *t, struct step_result *r, int64_t *bad_sample)
 {
     int64_t batch = t->config->data.batch, layers = t->config->model.layers;
     int words = (int)(sizeof(struct attention_stats) / sizeof(double));
-    TRY(grad_tree_sum(&t->tree, grads));
     TRY(comm_sum_f64(t->comm, t->sample_loss, (int)batch));
     TRY(comm_sum_f64(t->comm, (double *)t->sample_stats, (int)(batch * layers) * words));
     int64_t first = -*bad_sample;
@@ -130,33 +89,45 @@ static enum status reduce(struct trainer *t, struct step_result *r, float **grad
 }
 
 /* The first parameter whose weights are already not finite: then that is the cause, not the gradient. */
-static const char *bad_weight(const struct trainer *t)
+static enum status find_bad_weight(struct trainer *t, const char **name)
 {
+    *name = NULL;
     for (int i = 0; i < t->params.count; i++) {
-        const bf16 *w = t->state.weights + t->segments[i].offset;
-        for (size_t e = 0; e < t->segments[i].elements; e++) {
-            if ((w[e] & 0x7f80) == 0x7f80) {
-                return t->segments[i].name;
+        size_t first = t->segments[i].offset, left = t->segments[i].elements;
+        while (left > 0) {
+            size_t n = left;
+            const bf16 *w;
+            TRY(t->engine->weights(t, first, &n, &w));
+            for (size_t e = 0; e < n; e++) {
+                if ((w[e] & 0x7f80) == 0x7f80) {
+                    *name = t->segments[i].name;
+                    return OK;
+                }
             }
+            first += n;
+            left -= n;
         }
     }
-    return NULL;
+    return OK;
 }
 
 /* A NaN or Inf must not reach the weights. Says what is known: step, rank, sample, tensor. */
-static enum status refuse_non_finite(const struct trainer *t, const struct step_result *r, const struct gradnorm *norm,
-                                     int64_t bad_sample)
+static enum status refuse_non_finite(struct trainer *t, const struct step_result *r, const struct step_gradients *g)
 {
-    char where[128] = "in no single sample, only in the sum";
-    int64_t local = t->tree.leaves;
+    const struct gradnorm *norm = &g->norm;
+    int64_t bad_sample = g->bad_sample;
+    char where[128];
+    snprintf(where, sizeof where, "%s",
+             t->device->kind == DEVICE_CPU ? "in no single sample, only in the sum" : "every sample's loss is finite");
     if (t->comm->rank != 0) {
         return ERR_DIVERGED; /* every rank knows the same: rank 0 says it */
     }
     if (bad_sample != INT64_MAX) {
         snprintf(where, sizeof where, "first in sample %lld of the update, rank %lld", (long long)bad_sample,
-                 (long long)(bad_sample / local));
+                 (long long)(bad_sample / t->local));
     }
-    const char *weight = bad_weight(t);
+    const char *weight;
+    TRY(find_bad_weight(t, &weight));
     if (weight != NULL) {
         return status_fail(ERR_DIVERGED,
                            "update %lld stopped before it was applied: weight %s is not finite (loss %g, gradient norm "
@@ -195,24 +166,25 @@ enum status step_run(struct trainer *t, double partner_loss, struct step_result 
 {
     const struct config *config = t->config;
     double start = step_clock_s(), clock = start;
-    float *grads;
-    int64_t bad_sample;
+    size_t batch = (size_t)config->data.batch;
+    struct step_gradients g;
     memset(r, 0, sizeof *r);
+    memset(t->sample_loss, 0, batch * sizeof *t->sample_loss);
+    memset(t->sample_stats, 0, batch * (size_t)config->model.layers * sizeof *t->sample_stats);
     r->update = t->update + 1;
 
     TRY(next_batch(t, r));
-    r->data_ms = lap_ms(&clock);
+    r->data_ms = step_lap_ms(&clock);
 
     fault_before_update(t, r->update);
-    run_samples(t, r, &bad_sample); /* forward, loss, backward */
-    lap_ms(&clock);
+    TRY(t->engine->gradients(t, r, &g)); /* forward, loss, backward, sums over ranks, norm: step_cpu.c, step_cuda.c */
+    step_lap_ms(&clock);
 
-    TRY(reduce(t, r, &grads, &bad_sample));
-    r->comm_ms = lap_ms(&clock);
+    TRY(reduce_losses(t, r, &g.bad_sample));
+    r->comm_ms += step_lap_ms(&clock);
 
-    struct gradnorm norm = gradnorm_of(grads, t->segments, t->params.count);
-    r->grad_norm = norm.norm;
-    r->non_finite = norm.non_finite + !isfinite(r->loss);
+    r->grad_norm = g.norm.norm;
+    r->non_finite = g.norm.non_finite + !isfinite(r->loss);
     for (int l = 0; l < config->model.layers; l++) {
         r->non_finite += (int64_t)r->layer_stats[l].non_finite;
     }
@@ -222,21 +194,14 @@ enum status step_run(struct trainer *t, double partner_loss, struct step_result 
     r->verdict = judge(t, r, partner_loss);
     bool finite = isfinite(r->loss) && isfinite(r->grad_norm);
     if (!finite || (r->verdict == VERDICT_DIVERGED && config->divergence_stop)) {
-        r->optim_ms = lap_ms(&clock);
         r->step_ms = 1e3 * (step_clock_s() - start);
-        if (!finite) {
-            return refuse_non_finite(t, r, &norm, bad_sample);
-        }
-        return refuse_diverged(t, r);
+        return finite ? refuse_diverged(t, r) : refuse_non_finite(t, r, &g);
     }
 
-    float clip = gradnorm_clip_scale(r->grad_norm, config->optim.clip);
-    adamw_step(&config->optim, &t->state, t->segments, t->params.count, grads, clip, (float)r->lr, (uint32_t)r->update);
-    trainer_weights_changed(t);
+    TRY(t->engine->apply(t, r, gradnorm_clip_scale(r->grad_norm, config->optim.clip)));
     t->update = r->update;
     t->last_loss = r->loss;
     t->samples += config->data.batch;
-    r->optim_ms = lap_ms(&clock);
     r->step_ms = 1e3 * (step_clock_s() - start);
     return OK;
 }

@@ -13,7 +13,9 @@ struct step_result {
     int64_t non_finite; /* gradients, losses and attention values that are NaN or infinite */
     uint64_t batch_hash;
     enum verdict verdict;
-    double data_ms, forward_ms, backward_ms, comm_ms, optim_ms, step_ms; /* of this rank */
+    /* Of this rank. optim_ms: norm and AdamW. On CUDA nobody waits for AdamW: its time, and its share of step_ms, are
+     * those of the update before (NaN in the first update of a process). */
+    double data_ms, forward_ms, backward_ms, comm_ms, optim_ms, step_ms;
     const struct attention_stats *layer_stats; /* (layers), owned by the trainer, valid until the next step */
 };
 
@@ -24,5 +26,6 @@ struct step_result {
  * naming step, tensor and rank; `result` is filled in that case too. All ranks return the same. */
 MUST_CHECK enum status step_run(struct trainer *trainer, double partner_loss, struct step_result *result);
 
-/* Seconds of a clock that never goes back. */
+/* Seconds of a clock that never goes back; milliseconds since *since, which becomes now. */
 double step_clock_s(void);
+double step_lap_ms(double *since);

@@ -52,7 +52,7 @@ static enum status add_arm(struct study *study, const char *path)
     TRY(config_add_arm(&arm->config, path));
     TRY(config_finish(&arm->config));
     study->n_arms++;
-    return plan_check(&arm->config, study->comm->size);
+    return plan_check(&arm->config, study->comm->size, study->device);
 }
 
 /* Moves the reference to the front. */
@@ -133,7 +133,10 @@ static void place_arm(const struct study *study, struct arm *arm, int64_t seed)
     struct config *config = &arm->config;
     config->run.mode = MODE_TRAIN;
     config->run.seed = seed;
-    config->optim.seed = (uint64_t)seed; /* config_finish derived it from the study's seed */
+    config->optim.seed = (uint64_t)seed;   /* config_finish derived it from the study's seed */
+    if (config->gemm_choices[0] == '\0') { /* arms differ in their recipes, not in how a product is summed */
+        snprintf(config->gemm_choices, sizeof config->gemm_choices, "%.900s/gemm.json", study->base->run.out);
+    }
     config->divergence_stop = study->base->study.after_divergence == AFTER_STOP;
     snprintf(config->run.name, sizeof config->run.name, "%.40s/seed_%lld", arm->name, (long long)seed);
     snprintf(config->run.out, sizeof config->run.out, "%.900s/%s/seed_%lld", study->base->run.out, arm->name,
@@ -311,9 +314,9 @@ static enum status run_all(struct study *study)
     return ranks_agree(study->comm, study->comm->rank == 0 ? print_summary(study, seeds, n_seeds) : OK);
 }
 
-enum status study_print(const struct config *config, struct comm *comm)
+enum status study_print(const struct config *config, struct comm *comm, const struct device *device)
 {
-    struct study study = {.base = config, .comm = comm, .arms = calloc(ARMS_MAX, sizeof *study.arms)};
+    struct study study = {.base = config, .comm = comm, .device = device, .arms = calloc(ARMS_MAX, sizeof *study.arms)};
     enum status status = study.arms == NULL ? status_fail(ERR_NOMEM, "no memory for the arms of a study") : OK;
     if (status == OK) {
         status = read_arms(&study);

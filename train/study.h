@@ -11,4 +11,4 @@ MUST_CHECK enum status study_run(const struct config *config, struct comm *comm,
                                  double deadline_s);
 
 /* --dry-run of a study: checks every arm as study_run would and prints their differences. */
-MUST_CHECK enum status study_print(const struct config *config, struct comm *comm);
+MUST_CHECK enum status study_print(const struct config *config, struct comm *comm, const struct device *device);

@@ -1,16 +1,26 @@
 /* train: planning, allocation and initial state of a run. */
 #include "train/trainer.h"
 
+#include "train/plan.h"
 #include "train/run_folder.h"
+#if WITH_CUDA
+#include "core/cuda.h"
+#endif
 
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-struct attention_shape trainer_attention_shape(const struct config *config)
+/* On the CPU samples run one at a time: their gradients are the leaves of the tree (run.deterministic = any). */
+static int64_t samples_at_once(const struct config *config, const struct device *device)
+{
+    return device->kind == DEVICE_CPU ? 1 : config->data.micro_batch;
+}
+
+struct attention_shape trainer_attention_shape(const struct config *config, const struct device *device)
 {
     const struct model_config *m = &config->model;
-    return (struct attention_shape){.batch = 1,
+    return (struct attention_shape){.batch = samples_at_once(config, device),
                                     .tokens = config->data.seq_len,
                                     .heads = m->heads,
                                     .kv_heads = m->kv_heads,
@@ -19,12 +29,26 @@ struct attention_shape trainer_attention_shape(const struct config *config)
                                     .softmax_scale = 1.0F / sqrtf((float)m->head_dim)};
 }
 
+static const struct engine *engine_of(const struct device *device)
+{
+#if WITH_CUDA
+    return device->kind == DEVICE_CUDA ? &engine_cuda : &engine_cpu;
+#else
+    ASSERT(device->kind == DEVICE_CPU);
+    return &engine_cpu;
+#endif
+}
+
 /* What follows from the configuration alone: parameters, their segments for the optimizer, the attention variant. */
-static enum status describe(struct trainer *t, const struct config *config, struct comm *comm)
+static enum status describe(struct trainer *t, const struct config *config, struct comm *comm,
+                            const struct device *device)
 {
     memset(t, 0, sizeof *t);
     t->config = config;
     t->comm = comm;
+    t->device = device;
+    t->engine = engine_of(device);
+    t->local = config->data.batch / comm->size;
     t->last_loss = NAN;
     TRY(fault_parse(&t->fault, config->debug_fault, comm->size));
     TRY(param_list_open(&t->params, &config->model));
@@ -37,67 +61,60 @@ static enum status describe(struct trainer *t, const struct config *config, stru
         t->segments[i] = (struct adamw_segment){
             .name = p->name, .offset = p->offset, .elements = (size_t)(p->rows * p->cols), .decays = p->decays};
     }
-    /* run.deterministic = any: samples run one at a time, and their gradients are the leaves of the tree. */
+    bool narrow = device->kind == DEVICE_CUDA && config->optim.grads_bf16;
     t->options = (struct model_options){.linear = config->linear,
                                         .attention = config->attention,
                                         .recompute = config->recompute,
-                                        .batch = 1,
+                                        .device = device->kind,
+                                        .grad_type = narrow ? DTYPE_BF16 : DTYPE_F32,
+                                        .batch = samples_at_once(config, device),
                                         .tokens = config->data.seq_len,
                                         .seed = (uint64_t)config->run.seed};
-    struct attention_shape shape = trainer_attention_shape(config);
-    return attention_choose(&shape, &config->attention, DEVICE_CPU, config->attention_variant, &t->options.variant);
+    struct attention_shape shape = trainer_attention_shape(config, device);
+    return attention_choose(&shape, &config->attention, device->kind, config->attention_variant, &t->options.variant);
 }
 
 /* The same calls for measuring and for real: what is planned is what is taken. */
-static enum status carve(struct trainer *t, struct arena *arena)
+static enum status carve(struct trainer *t, struct arena *arena, struct arena *host)
 {
-    const struct config *config = t->config;
-    size_t n = t->params.elements, moment = adamw_moment_bytes(&config->optim);
-    size_t local = (size_t)(config->data.batch / t->comm->size), batch = (size_t)config->data.batch;
-    size_t row = (size_t)config->data.seq_len * sizeof(int32_t);
-    t->state.weights = arena_take(arena, "weights", n * sizeof(bf16));
-    t->state.master = config->optim.master_fp32 ? arena_take(arena, "master", n * sizeof(float)) : NULL;
-    t->state.m = arena_take(arena, "moments", n * moment);
-    t->state.v = arena_take(arena, "moments", n * moment);
-    TRY(grad_tree_plan(&t->tree, arena, t->comm, n, (int64_t)local, config->optim.grads_bf16));
-    t->tokens = arena_take(arena, "batch", local * row);
-    t->targets = arena_take(arena, "batch", local * row);
-    t->sample_loss = arena_take(arena, "statistics", batch * sizeof *t->sample_loss);
-    t->sample_stats = arena_take(arena, "statistics", batch * (size_t)config->model.layers * sizeof *t->sample_stats);
-    return model_plan(&t->model, arena, &config->model, &t->params, &t->options);
+    size_t batch = (size_t)t->config->data.batch, layers = (size_t)t->config->model.layers;
+    if (t->device->kind == DEVICE_CPU) {
+        host = arena;
+    }
+    TRY(t->engine->carve(t, arena, host));
+    t->sample_loss = arena_take(host, "statistics", batch * sizeof *t->sample_loss);
+    t->sample_stats = arena_take(host, "statistics", batch * layers * sizeof *t->sample_stats);
+    return model_plan(&t->model, arena, &t->config->model, &t->params, &t->options);
 }
 
 static void release_plan(struct trainer *t)
 {
     model_close(t->model);
     t->model = NULL;
-    grad_tree_close(&t->tree);
+    if (t->engine != NULL) {
+        t->engine->release(t);
+    }
 }
 
-enum status trainer_measure(const struct config *config, struct comm *comm, struct arena *arena)
+static enum status measure(struct trainer *t, struct arena *arena, struct arena *host)
 {
-    struct trainer t;
-    arena_measure(arena, "run");
-    enum status status = describe(&t, config, comm);
-    if (status == OK) {
-        status = carve(&t, arena);
-    }
-    trainer_close(&t);
+    arena_measure(arena, t->device->kind == DEVICE_CPU ? "run" : "GPU");
+    arena_measure(host, "host");
+    enum status status = carve(t, arena, host);
+    release_plan(t);
     return status;
 }
 
-/* Initial weights: FP32 values, into the first node of the gradient tree for want of a master. */
-static void initialise(struct trainer *t)
+enum status trainer_measure(const struct config *config, struct comm *comm, const struct device *device,
+                            struct arena *arena, struct arena *host)
 {
-    size_t n = t->params.elements, moment = adamw_moment_bytes(&t->config->optim);
-    float *values = t->state.master != NULL ? t->state.master : grad_tree_leaf(&t->tree);
-    memset(values, 0, n * sizeof *values);
-    param_list_init(&t->params, &t->config->model, (uint64_t)t->config->run.seed, values);
-    for (size_t i = 0; i < n; i++) {
-        t->state.weights[i] = bf16_from_float(values[i]);
+    struct trainer t;
+    enum status status = describe(&t, config, comm, device);
+    if (status == OK) {
+        status = measure(&t, arena, host);
     }
-    memset(t->state.m, 0, n * moment);
-    memset(t->state.v, 0, n * moment);
+    trainer_close(&t);
+    return status;
 }
 
 /* Validation reads in order, so that every evaluation of a run sees the same text. */
@@ -110,7 +127,9 @@ static enum status open_data(struct trainer *t)
                                   .seed = (uint64_t)t->config->run.seed,
                                   .shuffle = true,
                                   .prefetch = data->prefetch};
-    TRY(loader_open(&t->train, &train));
+    if (data->train[0] != '\0') { /* step_time can do without */
+        TRY(loader_open(&t->train, &train));
+    }
     if (data->val[0] == '\0') {
         return OK;
     }
@@ -120,36 +139,42 @@ static enum status open_data(struct trainer *t)
     return loader_open(&t->val, &val);
 }
 
-/* Measures, compares with what the machine has, allocates once. */
+/* Measures, compares with what the device has, allocates once. */
 static enum status open_memory(struct trainer *t)
 {
-    struct arena measured;
-    arena_measure(&measured, "run");
-    enum status status = carve(t, &measured);
-    release_plan(t);
-    TRY(status);
-    if ((int64_t)measured.high_water > t->device->memory_bytes) {
-        return status_fail(
-            ERR_NOMEM,
-            "this run needs %.2f GiB a rank, %s has %.2f GiB: see --dry-run; try device.recompute = "
-            "block, optim.moments = bf16, optim.master = none, a shorter data.seq_len or a smaller model",
-            (double)measured.high_water / 0x1p30, t->device->name, (double)t->device->memory_bytes / 0x1p30);
+    struct arena measured, host;
+    int64_t have = t->device->memory_bytes;
+    TRY(measure(t, &measured, &host));
+#if WITH_CUDA
+    if (t->device->kind == DEVICE_CUDA) {
+        TRY(cuda_memory_free(&have));
+        have -= DEVICE_RESERVE;
     }
-    return arena_open(&t->arena, "run", measured.high_water);
+#endif
+    if ((int64_t)measured.high_water > have) {
+        char advice[PLAN_ADVICE];
+        plan_advice(t->config, t->device, advice, sizeof advice);
+        return status_fail(ERR_NOMEM, "this run needs %.2f GiB a rank, %s has %.2f GiB: see --dry-run; try%s",
+                           (double)measured.high_water / 0x1p30, t->device->name, (double)have / 0x1p30, advice);
+    }
+    TRY(arena_open_on(&t->arena, measured.name, measured.high_water, t->device->kind));
+    return host.high_water > 0 ? arena_open(&t->host, "host", host.high_water) : OK;
 }
 
 enum status trainer_open(struct trainer *t, const struct config *config, struct comm *comm, const struct device *device)
 {
-    enum status status = describe(t, config, comm);
-    t->device = device;
+    enum status status = describe(t, config, comm, device);
     if (status == OK) {
         status = open_data(t);
+    }
+    if (status == OK) {
+        status = t->engine->open(t);
     }
     TRY(ranks_agree(comm, status));
     /* Planning the gradient tree is a collective: all ranks must get that far, or none. */
     TRY(ranks_agree(comm, open_memory(t)));
-    TRY(ranks_agree(comm, carve(t, &t->arena)));
-    initialise(t);
+    TRY(ranks_agree(comm, carve(t, &t->arena, &t->host)));
+    TRY(ranks_agree(comm, t->engine->initialise(t)));
     TRY(watch_open(&t->watch, &config->watch));
     trainer_weights_changed(t);
     trainer_seek(t);
@@ -163,6 +188,10 @@ void trainer_close(struct trainer *t)
     watch_close(t->watch);
     release_plan(t);
     arena_close(&t->arena);
+    arena_close(&t->host);
+    if (t->engine != NULL) {
+        t->engine->close(t);
+    }
     param_list_close(&t->params);
     free(t->segments);
     memset(t, 0, sizeof *t);
@@ -171,8 +200,10 @@ void trainer_close(struct trainer *t)
 /* Rank r takes the r-th contiguous part of every update's samples. */
 void trainer_seek(struct trainer *t)
 {
-    int64_t local = t->config->data.batch / t->comm->size;
-    loader_seek(t->train, (uint64_t)(t->samples + t->comm->rank * local), (uint64_t)t->config->data.batch, local);
+    if (t->train != NULL) {
+        loader_seek(t->train, (uint64_t)(t->samples + t->comm->rank * t->local), (uint64_t)t->config->data.batch,
+                    t->local);
+    }
 }
 
 void trainer_weights_changed(struct trainer *t)

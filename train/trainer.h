@@ -5,22 +5,27 @@
 #include "data/loader.h"
 #include "dist/grad_tree.h"
 #include "model/model.h"
-#include "optim/gradnorm.h"
 #include "train/config.h"
+#include "train/engine.h"
 #include "train/fault.h"
 
 struct trainer {
     const struct config *config;
     const struct device *device;
     struct comm *comm;
+    const struct engine *engine; /* of the device */
+    struct gpu *gpu;             /* engine_cuda's own; NULL on the CPU */
+    int64_t local;               /* samples of this rank in an update */
     struct param_list params;
     struct adamw_segment *segments; /* owns; one per parameter */
     struct model_options options;
-    struct arena arena; /* holds all arrays below */
+    struct arena arena; /* state, gradients and model, in the device's memory */
+    struct arena host;  /* CUDA: what stays in memory of the host; on the CPU `arena` holds all */
     struct model *model;
-    struct adamw_state state;
-    struct grad_tree tree;
-    int32_t *tokens, *targets;            /* this rank's samples of an update */
+    struct adamw_state state;             /* CUDA: device memory; the master lies in gpu */
+    struct grad_tree tree;                /* CPU */
+    float *grads;                         /* CPU: of this update, once summed */
+    int32_t *tokens, *targets;            /* this rank's samples of an update, memory of the host */
     double *sample_loss;                  /* (batch): loss sums of the update's samples, in sample order */
     struct attention_stats *sample_stats; /* (batch, layers) */
     struct loader *train, *val;           /* val NULL without data.val */
@@ -31,11 +36,13 @@ struct trainer {
     struct fault fault;
 };
 
-/* The attention of one sample. */
-struct attention_shape trainer_attention_shape(const struct config *config);
+/* The attention of one call: a sample on the CPU, a micro-batch on CUDA. */
+struct attention_shape trainer_attention_shape(const struct config *config, const struct device *device);
 
-/* Describes all arrays to a measuring arena: their bytes, by label. Opens no data. */
-MUST_CHECK enum status trainer_measure(const struct config *config, struct comm *comm, struct arena *arena);
+/* Describes all arrays to measuring arenas: their bytes, by label; `host` stays empty on the CPU. Opens no data and no
+ * device. */
+MUST_CHECK enum status trainer_measure(const struct config *config, struct comm *comm, const struct device *device,
+                                       struct arena *arena, struct arena *host);
 
 /* Allocates, opens the shards, initialises weights from run.seed. All ranks call it; all fail if one does. Close in
  * every case. */

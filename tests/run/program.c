@@ -23,7 +23,7 @@ static const char base[] =
     "[run]\nsteps = 10\n\n[model]\nlayers = 2\nwidth = 64\nheads = 2\nkv_heads = 1\nhead_dim = 64\n"
     "ffn = 128\nvocab = 320\nrope_theta = 10000.0\n\n[optim]\nlr = 5e-3\n\n"
     "[schedule]\nwarmup = 2\n\n[log]\nstdout = false\n\n[eval]\nevery = 5\nsteps = 1\n\n"
-    "[data]\ntrain = \"train.tok.zst\"\nval = \"val.tok.zst\"\nbatch = 4\nseq_len = 64\n";
+    "[data]\ntrain = \"train.tok.zst\"\nval = \"val.tok.zst\"\nbatch = 4\nseq_len = 64\n\n[device]\nkind = \"cpu\"\n";
 
 /* Words of a small vocabulary in random order: text that a model can learn something about. */
 static void write_shard(const char *path, uint64_t seed, int words)

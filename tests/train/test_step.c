@@ -41,7 +41,7 @@ static int setup(void **state)
     assert_int_equal(shard_writer_add(writer, tokens, 1000), OK);
     assert_int_equal(shard_writer_finish(writer), OK);
     assert_int_equal(comm_open(&f->comm, NULL, NULL, 60), OK);
-    assert_int_equal(device_open(&f->device, "cpu"), OK);
+    assert_int_equal(device_open(&f->device, "cpu", 0), OK);
     return 0;
 }
 
@@ -68,7 +68,7 @@ static void open_trainer(struct fixture *f, const char *clip)
     config_init(&f->config);
     assert_int_equal(config_add_overrides(&f->config, keys, sizeof keys / sizeof keys[0]), OK);
     assert_int_equal(config_finish(&f->config), OK);
-    assert_int_equal(plan_check(&f->config, 1), OK);
+    assert_int_equal(plan_check(&f->config, 1, &f->device), OK);
     assert_int_equal(trainer_open(&f->trainer, &f->config, &f->comm, &f->device), OK);
 }
 

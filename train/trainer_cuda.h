@@ -1,0 +1,52 @@
+/* train: what a trainer holds on a GPU. For trainer_cuda.c and step_cuda.c only; everybody else knows engine.h. */
+#pragma once
+
+#include "core/cuda.h"
+#include "dist/comm_nccl.h"
+#include "train/trainer.h"
+
+/* What the host looks at once per update, gathered in one block of device memory and fetched by one copy. */
+struct gpu_results {
+    struct gradnorm *norm;
+    struct model_loss_row *losses; /* (local) */
+    struct attention_stats *stats; /* (layers), summed over the rank's samples */
+};
+
+struct gpu {
+    struct cuda *cuda;      /* owns */
+    struct comm_nccl *nccl; /* owns; NULL with one rank */
+    struct adamw_cuda adamw;
+    struct gradnorm_cuda norm;
+    void *adamw_plan, *grads;
+    int32_t *tokens, *targets; /* device: one micro-batch */
+    void *results;             /* device: gpu_results in a row */
+    size_t results_bytes;
+    float *master_piece; /* device: FP32 master weights on their way to or from a checkpoint */
+    void *pinned;        /* owns; page-locked: the four below */
+    void *results_host;
+    int32_t *batch_host; /* (2, local, T) */
+    void *staging;       /* `store.piece` bytes */
+    struct checkpoint_store store;
+    struct gpu_place *places; /* owns; of the tensors of a checkpoint */
+    int n_places;
+    int64_t micro_batches;
+    struct cuda_graph *forward[2], *backward[2]; /* first micro-batch of an update; the others */
+    struct cuda_event **events;                  /* owns; see step_cuda.c */
+    bool warm, stepped;                          /* products are chosen; an update was applied */
+};
+
+/* The results as they lie in memory, on the device or fetched. */
+struct gpu_results gpu_results_at(const struct trainer *t, void *block);
+
+/* Chooses the algorithms of all products before the first update: rank 0 reads or times them, the others read its. */
+MUST_CHECK enum status gpu_warm_up(struct trainer *t);
+
+/* Waits for the stream. With several ranks a lost one ends the wait after dist.timeout_s. */
+MUST_CHECK enum status gpu_wait(struct trainer *t, const char *what);
+
+enum status gpu_gradients(struct trainer *t, struct step_result *r, struct step_gradients *g);
+enum status gpu_apply(struct trainer *t, struct step_result *r, float clip_scale);
+enum status gpu_evaluate(struct trainer *t, struct model *model, struct model_loss *loss);
+
+MUST_CHECK enum status gpu_events_open(struct gpu *gpu);
+void gpu_events_close(struct gpu *gpu);
