@@ -83,59 +83,6 @@ static __global__ void __launch_bounds__(256) finish_kernel(struct bwd_plan p, s
     }
 }
 
-/* ---- the walk of a unit of work --------------------------------------------------------------------------- */
-
-struct unit {
-    int block, batch, kv, first; /* first tile of queries that sees the block */
-};
-
-/* Blocks of the same few heads come together. Causal: the longest walk first, or, where sums are ordered, the shortest,
- * so that each block finds its predecessor one tile ahead. */
-static __device__ __forceinline__ struct unit unit_of(const struct bwd_plan &p, int index, bool ordered)
-{
-    const int together = p.heads_together * p.blocks;
-    const int group = index / together, rest = index - group * together;
-    const int heads = min(p.heads_together, p.units - group * p.heads_together);
-    const int place = rest / heads, head = group * p.heads_together + rest % heads;
-    struct unit u;
-    u.block = ordered ? p.blocks - 1 - place : place;
-    u.batch = head / p.kv_heads;
-    u.kv = head % p.kv_heads;
-    u.first = p.causal ? u.block * (BWD_KEYS / BWD_QUERIES) : 0;
-    return u;
-}
-
-/* Tiles of one query head after the other. Without a mask each block starts elsewhere: fewer blocks add to one tile of
- * dQ at a time. */
-struct walk {
-    int head, tile, start, seen;
-};
-
-static __device__ __forceinline__ struct walk walk_start(const struct bwd_plan &p, const struct unit &u)
-{
-    struct walk w;
-    w.start = p.causal ? u.first : (u.block * (BWD_KEYS / BWD_QUERIES)) % p.tiles;
-    w.head = u.kv * (p.heads / p.kv_heads);
-    w.tile = w.start;
-    w.seen = 0;
-    return w;
-}
-
-static __device__ __forceinline__ void walk_next(const struct bwd_plan &p, const struct unit &u, struct walk &w)
-{
-    w.tile = w.tile + 1 == p.tiles ? u.first : w.tile + 1;
-    if (++w.seen == p.tiles - u.first) {
-        w.seen = 0;
-        w.tile = w.start;
-        w.head++;
-    }
-}
-
-static __device__ __forceinline__ int walk_length(const struct bwd_plan &p, const struct unit &u)
-{
-    return (p.heads / p.kv_heads) * (p.tiles - u.first);
-}
-
 /* ---- shared memory ---------------------------------------------------------------------------------------- */
 
 enum {
@@ -150,8 +97,6 @@ enum {
     AT_STATS = AT_DS + 2 * BWD_QUERIES * BWD_KEYS * 2,
     AT_BARRIERS = AT_STATS + STAGES * BWD_STATISTICS * 4,
     SHARED_BYTES = AT_BARRIERS + 128 + 1024, /* 1024: to align the base */
-    BARRIER_DS = 1,
-    BARRIER_HALF = 2, /* and 3: one warpgroup */
 };
 
 struct shared {
@@ -174,19 +119,6 @@ static __device__ __forceinline__ uint32_t full_kv(const struct shared &s)
     return s.base + AT_BARRIERS + 8 * 2 * STAGES;
 }
 
-struct ring {
-    int stage;
-    uint32_t parity;
-};
-
-static __device__ __forceinline__ void ring_next(struct ring &r)
-{
-    if (++r.stage == STAGES) {
-        r.stage = 0;
-        r.parity ^= 1;
-    }
-}
-
 /* ---- the loading warp ------------------------------------------------------------------------------------- */
 
 struct bwd_maps {
@@ -194,14 +126,14 @@ struct bwd_maps {
 };
 
 static __device__ void load(const struct bwd_plan &p, const struct unit &u, const struct bwd_maps &m,
-                            const struct shared &s)
+                            const struct shared &s, bool ordered)
 {
     mbarrier_expect(full_kv(s), 2 * ROWS_K);
     for (int half = 0; half < 2; half++) {
         tma_load_4d(s.base + AT_K + half * ROWS_K / 2, &m.k, full_kv(s), half * 64, u.block * BWD_KEYS, u.kv, u.batch);
         tma_load_4d(s.base + AT_V + half * ROWS_K / 2, &m.v, full_kv(s), half * 64, u.block * BWD_KEYS, u.kv, u.batch);
     }
-    struct walk w = walk_start(p, u);
+    struct walk w = walk_start(p, u, ordered);
     struct ring r = {0, 1};
     const int n = walk_length(p, u);
     for (int i = 0; i < n; i++) {
@@ -217,7 +149,7 @@ static __device__ void load(const struct bwd_plan &p, const struct unit &u, cons
         bulk_load(s.base + AT_STATS + r.stage * BWD_STATISTICS * 4, p.stats + at * BWD_STATISTICS, BWD_STATISTICS * 4,
                   barrier);
         walk_next(p, u, w);
-        ring_next(r);
+        ring_next<STAGES>(r);
     }
 }
 
@@ -273,65 +205,6 @@ static __device__ __forceinline__ void pack(const float (&x)[32], uint32_t (&y)[
     }
 }
 
-/* One rounding of this warpgroup's 64 keys, through 16 KB of shared memory, to rows of y. */
-static __device__ __forceinline__ void store_keys(const float (&x)[64], float factor, uint32_t staging,
-                                                  const char *memory, int wg, int key0, const struct bwd_plan &p,
-                                                  bf16 *y, int64_t stride)
-{
-    const int t = threadIdx.x & 127, lane = t & 31;
-    const int row = 16 * (t >> 5) + (lane & 15);
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-        uint32_t a[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            a[i] = pack_bf16(x[8 * j + 2 * i] * factor, x[8 * j + 2 * i + 1] * factor);
-        }
-        stmatrix_x4(staging + row * 256 + (((2 * j + (lane >> 4)) ^ (row & 7)) << 4), a[0], a[1], a[2], a[3]);
-    }
-    named_barrier_sync(BARRIER_HALF + wg, 128);
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const int r = 8 * i + (t >> 4), part = t & 15;
-        if (key0 + r < p.tokens) {
-            *reinterpret_cast<uint4 *>(y + (int64_t)(key0 + r) * stride + part * 8) =
-                *reinterpret_cast<const uint4 *>(memory + r * 256 + ((part ^ (r & 7)) << 4));
-        }
-    }
-}
-
-static __device__ __forceinline__ void red_add(float *to, float a, float b, float c, float d)
-{
-    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
-}
-
-static __device__ __forceinline__ uint32_t turn_of(const uint32_t *turn)
-{
-    uint32_t x;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(turn) : "memory");
-    return x;
-}
-
-/* Ordered sums: waits until `before` blocks have added to this half of the tile. */
-static __device__ __forceinline__ void turn_wait(const uint32_t *turn, uint32_t before, int wg)
-{
-    if ((threadIdx.x & 127) == 0) {
-        while (turn_of(turn) != before) {
-        }
-    }
-    named_barrier_sync(BARRIER_HALF + wg, 128);
-}
-
-/* Every thread's additions are performed before the next block's begin. */
-static __device__ __forceinline__ void turn_pass(uint32_t *turn, int wg)
-{
-    __threadfence();
-    named_barrier_sync(BARRIER_HALF + wg, 128);
-    if ((threadIdx.x & 127) == 0) {
-        asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(turn) : "memory");
-    }
-}
-
 template <bool ORDERED>
 static __device__ __forceinline__ void compute(const struct bwd_plan &p, const struct unit &u, const struct shared &s,
                                                int wg)
@@ -352,7 +225,7 @@ static __device__ __forceinline__ void compute(const struct bwd_plan &p, const s
     for (int i = 0; i < 64; i++) {
         dk[i] = dv[i] = 0;
     }
-    struct walk w = walk_start(p, u);
+    struct walk w = walk_start(p, u, ORDERED);
     struct ring r = {0, 0};
     mbarrier_wait(full_kv(s), 0);
     mbarrier_wait(full(s, 0), 0);
@@ -412,7 +285,7 @@ static __device__ __forceinline__ void compute(const struct bwd_plan &p, const s
         const int tile = w.tile;
         const int stage = r.stage;
         walk_next(p, u, w);
-        ring_next(r);
+        ring_next<STAGES>(r);
         if (i + 1 < n) {
             mbarrier_wait(full(s, r.stage), r.parity);
         }
@@ -426,8 +299,7 @@ static __device__ __forceinline__ void compute(const struct bwd_plan &p, const s
             mbarrier_arrive(empty(s, stage));
         }
         if (ORDERED) {
-            const int last = p.causal ? min(tile / 2, p.blocks - 1) : p.blocks - 1;
-            turn_wait(p.turns + at * 2 + wg, last - u.block, wg);
+            turn_wait(p.turns + at * 2 + wg, blocks_before(p, tile, u.block), wg);
         }
         float *to = p.dq + at * BWD_TILE + wg * (BWD_TILE / 2) + t * 4;
 #pragma unroll
@@ -470,7 +342,7 @@ static __global__ void __launch_bounds__(BWD_THREADS, 1)
     if (threadIdx.x < 128) {
         registers_lower<24>();
         if (threadIdx.x == 0) {
-            load(p, u, maps, s);
+            load(p, u, maps, s, ORDERED);
         }
     } else {
         registers_raise<240>();

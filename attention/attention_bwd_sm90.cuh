@@ -13,7 +13,9 @@ enum {
     BWD_QUERIES = 64, /* of a tile */
     BWD_FEATURES = 128,
     BWD_TILE = BWD_QUERIES * BWD_FEATURES,
-    BWD_THREADS = 384,                /* one warpgroup that loads, two that compute */
+    BWD_THREADS = 384, /* one warpgroup that loads, two that compute */
+    BARRIER_DS = 1,    /* named barriers: both warpgroups; one (2 and 3) */
+    BARRIER_HALF = 2,
     BWD_STATISTICS = 2 * BWD_QUERIES, /* floats of a tile: LSE2, then r; LSE2 is +Inf where a row has no gradient */
 };
 
@@ -28,3 +30,140 @@ struct bwd_plan {
     uint32_t *turns; /* (B, H, tiles, 2): ordered sums: blocks that have added their part */
     struct head_view dk, dv;
 };
+
+/* ---- the walk of a unit of work --------------------------------------------------------------------------- */
+
+struct unit {
+    int block, batch, kv, first; /* first tile of queries that sees the block */
+};
+
+/* Blocks of the same few heads come together. Causal: the longest walk first, or, where sums are ordered, the shortest,
+ * so that each block finds its predecessor one tile ahead. */
+static __device__ __forceinline__ struct unit unit_of(const struct bwd_plan &p, int index, bool ordered)
+{
+    const int together = p.heads_together * p.blocks;
+    const int group = index / together, rest = index - group * together;
+    const int heads = min(p.heads_together, p.units - group * p.heads_together);
+    const int place = rest / heads, head = group * p.heads_together + rest % heads;
+    struct unit u;
+    u.block = ordered ? p.blocks - 1 - place : place;
+    u.batch = head / p.kv_heads;
+    u.kv = head % p.kv_heads;
+    u.first = p.causal ? u.block * (BWD_KEYS / BWD_QUERIES) : 0;
+    return u;
+}
+
+/* Tiles of one query head after the other. Without a mask and in any order each block starts elsewhere: fewer blocks
+ * add to one tile of dQ at a time. */
+struct walk {
+    int head, tile, start, seen;
+};
+
+static __device__ __forceinline__ struct walk walk_start(const struct bwd_plan &p, const struct unit &u, bool ordered)
+{
+    struct walk w;
+    w.start = p.causal || ordered ? u.first : u.block * (BWD_KEYS / BWD_QUERIES);
+    w.head = u.kv * (p.heads / p.kv_heads);
+    w.tile = w.start;
+    w.seen = 0;
+    return w;
+}
+
+static __device__ __forceinline__ void walk_next(const struct bwd_plan &p, const struct unit &u, struct walk &w)
+{
+    w.tile = w.tile + 1 == p.tiles ? u.first : w.tile + 1;
+    if (++w.seen == p.tiles - u.first) {
+        w.seen = 0;
+        w.tile = w.start;
+        w.head++;
+    }
+}
+
+static __device__ __forceinline__ int walk_length(const struct bwd_plan &p, const struct unit &u)
+{
+    return (p.heads / p.kv_heads) * (p.tiles - u.first);
+}
+
+/* ---- a ring of stages
+ * --------------------------------------------------------------------------------------------------- */
+
+struct ring {
+    int stage;
+    uint32_t parity;
+};
+
+template <int STAGES> static __device__ __forceinline__ void ring_next(struct ring &r)
+{
+    if (++r.stage == STAGES) {
+        r.stage = 0;
+        r.parity ^= 1;
+    }
+}
+
+/* ---- results
+ * ---------------------------------------------------------------------------------------------------------- */
+
+/* One rounding of this warpgroup's 64 keys, through 16 KB of shared memory, to rows of y. */
+static __device__ __forceinline__ void store_keys(const float (&x)[64], float factor, uint32_t staging,
+                                                  const char *memory, int wg, int key0, const struct bwd_plan &p,
+                                                  bf16 *y, int64_t stride)
+{
+    const int t = threadIdx.x & 127, lane = t & 31;
+    const int row = 16 * (t >> 5) + (lane & 15);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        uint32_t a[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            a[i] = pack_bf16(x[8 * j + 2 * i] * factor, x[8 * j + 2 * i + 1] * factor);
+        }
+        stmatrix_x4(staging + row * 256 + (((2 * j + (lane >> 4)) ^ (row & 7)) << 4), a[0], a[1], a[2], a[3]);
+    }
+    named_barrier_sync(BARRIER_HALF + wg, 128);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const int r = 8 * i + (t >> 4), part = t & 15;
+        if (key0 + r < p.tokens) {
+            *reinterpret_cast<uint4 *>(y + (int64_t)(key0 + r) * stride + part * 8) =
+                *reinterpret_cast<const uint4 *>(memory + r * 256 + ((part ^ (r & 7)) << 4));
+        }
+    }
+}
+
+static __device__ __forceinline__ void red_add(float *to, float a, float b, float c, float d)
+{
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+static __device__ __forceinline__ uint32_t turn_of(const uint32_t *turn)
+{
+    uint32_t x;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(turn) : "memory");
+    return x;
+}
+
+/* Ordered sums: how many blocks add to a tile before block `block`; the last block comes first. */
+static __device__ __forceinline__ uint32_t blocks_before(const struct bwd_plan &p, int tile, int block)
+{
+    return (uint32_t)((p.causal ? tile / (BWD_KEYS / BWD_QUERIES) : p.blocks - 1) - block);
+}
+
+/* Waits until `before` blocks have added to this half of the tile. */
+static __device__ __forceinline__ void turn_wait(const uint32_t *turn, uint32_t before, int wg)
+{
+    if ((threadIdx.x & 127) == 0) {
+        while (turn_of(turn) != before) {
+        }
+    }
+    named_barrier_sync(BARRIER_HALF + wg, 128);
+}
+
+/* Every thread's additions are performed before the next block's begin. */
+static __device__ __forceinline__ void turn_pass(uint32_t *turn, int wg)
+{
+    __threadfence();
+    named_barrier_sync(BARRIER_HALF + wg, 128);
+    if ((threadIdx.x & 127) == 0) {
+        asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(turn) : "memory");
+    }
+}
