@@ -52,6 +52,9 @@ struct engine {
 
     /* Algorithms that a checkpoint's run had chosen for its products (file `path`), before the first update. */
     enum status (*recall)(struct trainer *t, const char *path);
+
+    /* GiB: the most that this process ever held; of a GPU, what is in use on it. */
+    double (*memory_gib)(const struct trainer *t);
 };
 
 extern const struct engine engine_cpu;

@@ -7,7 +7,6 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/resource.h>
 
 static const double flushed_max = 0.5;
 
@@ -121,14 +120,6 @@ static enum status write_row(FILE *file, json_t *row)
     return failed ? status_fail_errno(ERR_IO, "metrics", "cannot write a row") : OK;
 }
 
-/* The most that this process ever held; ru_maxrss is in KiB. */
-static double memory_gib(void)
-{
-    struct rusage usage;
-    getrusage(RUSAGE_SELF, &usage);
-    return (double)usage.ru_maxrss / 0x1p20;
-}
-
 static void print_duration(double seconds, char *text, size_t bytes)
 {
     long long s = (long long)(seconds + 0.5);
@@ -191,7 +182,7 @@ enum status metrics_write(struct metrics *metrics, const struct trainer *t, cons
     /* No CPU states a peak that would mean anything here. */
     double peak = t->device->peak_flops * t->comm->size;
     put(row, "mfu", peak > 0 ? tokens * flops / seconds / peak : NAN);
-    put(row, "mem_gib", t->device->kind == DEVICE_CPU ? memory_gib() : (double)t->arena.high_water / 0x1p30);
+    put(row, "mem_gib", t->engine->memory_gib(t));
     put_attention(row, &all);
     json_object_set_new(row, "non_finite", json_integer(r->non_finite));
     snprintf(hash, sizeof hash, "%016llx", (unsigned long long)r->batch_hash);

@@ -169,6 +169,7 @@ enum status step_run(struct trainer *t, double partner_loss, struct step_result 
     size_t batch = (size_t)config->data.batch;
     struct step_gradients g;
     memset(r, 0, sizeof *r);
+    r->sm_mhz = r->watts = NAN;
     memset(t->sample_loss, 0, batch * sizeof *t->sample_loss);
     memset(t->sample_stats, 0, batch * (size_t)config->model.layers * sizeof *t->sample_stats);
     r->update = t->update + 1;

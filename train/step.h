@@ -16,6 +16,8 @@ struct step_result {
     /* Of this rank. optim_ms: norm and AdamW. On CUDA nobody waits for AdamW: its time, and its share of step_ms, are
      * those of the update before (NaN in the first update of a process). */
     double data_ms, forward_ms, backward_ms, comm_ms, optim_ms, step_ms;
+    double sm_mhz,
+        watts; /* of this rank's GPU while it worked; NaN where nobody asks or knows (run.mode = step_time) */
     const struct attention_stats *layer_stats; /* (layers), owned by the trainer, valid until the next step */
 };
 

@@ -3,6 +3,7 @@
 
 #include <math.h>
 #include <string.h>
+#include <sys/resource.h>
 
 static enum status open_cpu(struct trainer *t)
 {
@@ -168,6 +169,15 @@ static enum status recall_cpu(struct trainer *t, const char *path)
     return OK;
 }
 
+/* ru_maxrss is in KiB. */
+static double memory_gib_cpu(const struct trainer *t)
+{
+    struct rusage usage;
+    (void)t;
+    getrusage(RUSAGE_SELF, &usage);
+    return (double)usage.ru_maxrss / 0x1p20;
+}
+
 const struct engine engine_cpu = {.open = open_cpu,
                                   .carve = carve_cpu,
                                   .release = release_cpu,
@@ -179,4 +189,5 @@ const struct engine engine_cpu = {.open = open_cpu,
                                   .weights = weights_cpu,
                                   .spoil_weight = spoil_weight_cpu,
                                   .expose = expose_cpu,
-                                  .recall = recall_cpu};
+                                  .recall = recall_cpu,
+                                  .memory_gib = memory_gib_cpu};

@@ -192,6 +192,9 @@ enum status gpu_gradients(struct trainer *t, struct step_result *r, struct step_
     gradnorm_cuda(&gpu->norm, gpu->cuda);
     mark(gpu, AT_NORM);
     cuda_download(gpu->cuda, gpu->results_host, gpu->results, gpu->results_bytes);
+    struct nvml_sample sample = nvml_read(gpu->nvml); /* now that the GPU has much to do */
+    r->sm_mhz = sample.sm_mhz;
+    r->watts = sample.watts;
     enum status status = gpu_wait(t, "forward and backward");
     nvtxRangePop();
     TRY(status);

@@ -5,6 +5,7 @@
 #include "core/log.h"
 #include "train/run_folder.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -72,6 +73,7 @@ static enum status open_gpu(struct trainer *t)
     gpu->results_bytes = results_bytes(t);
     TRY(cuda_open(&gpu->cuda, t->device->ordinal));
     t->options.cuda = gpu->cuda;
+    gpu->nvml = t->config->run.mode == MODE_STEP_TIME ? nvml_open(t->device->ordinal) : NULL;
     TRY(gpu_events_open(gpu));
     TRY(open_pinned(t));
     gpu->store = (struct checkpoint_store){.piece = PIECE_BYTES, .buffer = gpu->staging, .get = get, .put = put};
@@ -102,6 +104,7 @@ static void close_gpu(struct trainer *t)
     }
     gpu_events_close(gpu);
     comm_nccl_close(gpu->nccl);
+    nvml_close(gpu->nvml);
     cuda_host_free(gpu->pinned);
     cuda_close(gpu->cuda);
     free(gpu->places);
@@ -321,6 +324,13 @@ enum status gpu_warm_up(struct trainer *t)
     return OK;
 }
 
+/* All that the process made the GPU give, or that others on it hold; memory of a GPU is not shared out unseen. */
+static double memory_gib_gpu(const struct trainer *t)
+{
+    int64_t left = 0;
+    return cuda_memory_free(&left) == OK ? (double)(t->device->memory_bytes - left) / 0x1p30 : NAN;
+}
+
 const struct engine engine_cuda = {.open = open_gpu,
                                    .carve = carve_gpu,
                                    .release = release_gpu,
@@ -332,4 +342,5 @@ const struct engine engine_cuda = {.open = open_gpu,
                                    .weights = weights_gpu,
                                    .spoil_weight = spoil_weight_gpu,
                                    .expose = expose_gpu,
-                                   .recall = recall_gpu};
+                                   .recall = recall_gpu,
+                                   .memory_gib = memory_gib_gpu};

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/cuda.h"
+#include "core/nvml.h"
 #include "dist/comm_nccl.h"
 #include "train/trainer.h"
 
@@ -15,6 +16,7 @@ struct gpu_results {
 struct gpu {
     struct cuda *cuda;      /* owns */
     struct comm_nccl *nccl; /* owns; NULL with one rank */
+    struct nvml *nvml;      /* owns; run.mode = step_time only */
     struct adamw_cuda adamw;
     struct gradnorm_cuda norm;
     void *adamw_plan, *grads;

@@ -254,7 +254,7 @@ void assert_same_file(const struct program *p, const char *a, const char *b)
 static json_t *read_rows(const struct program *p, const char *run, const char *name, int first)
 {
     static const char *const own[] = {"step_ms",  "data_ms", "forward_ms",   "backward_ms", "comm_ms",
-                                      "optim_ms", "tflops",  "tokens_per_s", "mem_gib"};
+                                      "optim_ms", "tflops",  "tokens_per_s", "mfu",         "mem_gib"};
     char path[256];
     size_t bytes = 0;
     snprintf(path, sizeof path, "%s/%s", run, name);

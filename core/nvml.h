@@ -1,0 +1,16 @@
+/* core: clock and power of a GPU while it works, by NVML (loaded at run time). Builds with CUDA only. */
+#pragma once
+
+struct nvml;
+
+/* NaN where the library, the driver or the GPU does not tell. */
+struct nvml_sample {
+    double sm_mhz, watts, celsius;
+};
+
+/* GPU `ordinal` of the CUDA runtime. NULL where NVML is not there: numbers of a report, nothing that a run needs. */
+struct nvml *nvml_open(int ordinal);
+void nvml_close(struct nvml *nvml);
+
+/* Now, without waiting for the GPU. NULL gives NaN. */
+struct nvml_sample nvml_read(const struct nvml *nvml);

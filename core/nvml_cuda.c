@@ -1,0 +1,80 @@
+/* core: NVML. Its header comes with no toolkit that we can rely on, so the few calls are declared here, as NVML's
+ * reference manual has them: int results, 0 = success; a device is a pointer. */
+#include "core/nvml.h"
+
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+#include <math.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { NVML_SUCCESS = 0, NVML_CLOCK_SM = 1, NVML_TEMPERATURE_GPU = 0 };
+
+struct nvml {
+    void *device;
+    int (*shutdown)(void);
+    int (*clock)(void *device, int which, unsigned int *mhz);
+    int (*power)(void *device, unsigned int *milliwatts);
+    int (*temperature)(void *device, int sensor, unsigned int *celsius);
+};
+
+/* POSIX lets dlsym's result become a function; ISO C wants the detour. */
+static bool find(void *library, const char *name, void *function)
+{
+    void *symbol = dlsym(library, name);
+    memcpy(function, &symbol, sizeof symbol);
+    return symbol != NULL;
+}
+
+/* The runtime's numbers follow CUDA_VISIBLE_DEVICES, NVML's do not: the bus address is what both know. */
+static bool find_device(struct nvml *nvml, void *library, int ordinal)
+{
+    int (*init)(void), (*by_bus)(const char *, void **);
+    char bus[32];
+    return find(library, "nvmlInit_v2", &init) && find(library, "nvmlShutdown", &nvml->shutdown) &&
+           find(library, "nvmlDeviceGetHandleByPciBusId_v2", &by_bus) &&
+           find(library, "nvmlDeviceGetClockInfo", &nvml->clock) &&
+           find(library, "nvmlDeviceGetPowerUsage", &nvml->power) &&
+           find(library, "nvmlDeviceGetTemperature", &nvml->temperature) &&
+           cudaDeviceGetPCIBusId(bus, sizeof bus, ordinal) == cudaSuccess && init() == NVML_SUCCESS &&
+           by_bus(bus, &nvml->device) == NVML_SUCCESS;
+}
+
+struct nvml *nvml_open(int ordinal)
+{
+    void *library = dlopen("libnvidia-ml.so.1", RTLD_NOW | RTLD_LOCAL);
+    struct nvml *nvml = library != NULL ? calloc(1, sizeof *nvml) : NULL;
+    if (nvml != NULL && !find_device(nvml, library, ordinal)) {
+        free(nvml);
+        nvml = NULL;
+    }
+    return nvml;
+}
+
+void nvml_close(struct nvml *nvml)
+{
+    if (nvml != NULL) {
+        nvml->shutdown();
+        free(nvml);
+    }
+}
+
+struct nvml_sample nvml_read(const struct nvml *nvml)
+{
+    struct nvml_sample sample = {NAN, NAN, NAN};
+    unsigned int value;
+    if (nvml == NULL) {
+        return sample;
+    }
+    if (nvml->clock(nvml->device, NVML_CLOCK_SM, &value) == NVML_SUCCESS) {
+        sample.sm_mhz = (double)value;
+    }
+    if (nvml->power(nvml->device, &value) == NVML_SUCCESS) {
+        sample.watts = (double)value / 1e3;
+    }
+    if (nvml->temperature(nvml->device, NVML_TEMPERATURE_GPU, &value) == NVML_SUCCESS) {
+        sample.celsius = (double)value;
+    }
+    return sample;
+}

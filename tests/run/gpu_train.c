@@ -1,0 +1,250 @@
+/* The program on a GPU: the same runs as on the CPU, and what must not change a bit there. */
+#include "tests/run/program.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+enum { UPDATES = 20 };
+
+static const char *const arms[] = {"bf16", "nvfp4_fp8", "nvfp4_fp8_saved", "nvfp4_mxfp4", "nvfp4_mxfp4_saved"};
+static const char *const linears[] = {"bf16", "fp8", "nvfp4"};
+enum { ARMS = sizeof arms / sizeof arms[0], LINEARS = sizeof linears / sizeof linears[0] };
+
+/* Runs on the GPU share the choices of their products: with other algorithms they would have other bits. */
+#define GPU "--device.kind=cuda --device.gemm_choices={}/gemm.json "
+
+/* Largest difference of a column over the updates of two runs. */
+static double difference(const struct program *p, const char *a, const char *b, const char *column, int first, int last)
+{
+    double worst = 0;
+    for (int step = first; step <= last; step++) {
+        worst = fmax(worst, fabs(metrics_value(p, a, step, column) - metrics_value(p, b, step, column)));
+    }
+    return worst;
+}
+
+/* Losses and norms of run `b` follow those of `a`. Both devices round activations to BF16 after sums in FP32 of other
+ * orders: single values differ by a BF16 step (2^-9), the mean loss of the first update by far less. Training then
+ * magnifies what differs; the bound of later updates is wide enough for that and far below what a wrong format, mask or
+ * scale gives (a tenth and more). */
+static void check_follows(const struct program *p, const char *a, const char *b, int first, double later)
+{
+    double start = difference(p, a, b, "loss", first, first), all = difference(p, a, b, "loss", first, UPDATES);
+    double norm = metrics_value(p, a, first, "grad_norm");
+    double norms = difference(p, a, b, "grad_norm", first, first) / norm;
+    print_message("%-28s %-28s loss: first %.2e, all %.2e; first norm %.2e of %.3g\n", a, b, start, all, norms, norm);
+    if (!(start < 2e-3) || !(all < later) || !(norms < 3e-2)) {
+        fail_msg("%s and %s: loss of update %d differs by %g (allowed 2e-3), of later ones by %g (allowed %g), its "
+                 "norm by %g (allowed 3e-2)",
+                 a, b, first, start, all, later, norms);
+    }
+}
+
+static void assert_same_end(const struct program *p, const char *a, const char *b)
+{
+    static const char *const files[] = {"model.safetensors", "train_state/optimizer.safetensors"};
+    assert_same_metrics(p, a, b, "metrics.jsonl", 1);
+    assert_same_metrics(p, a, b, "layers.jsonl", 1);
+    for (int i = 0; i < 2; i++) {
+        char left[160], right[160];
+        snprintf(left, sizeof left, "%s/checkpoints/step_%08d/%s", a, UPDATES, files[i]);
+        snprintf(right, sizeof right, "%s/checkpoints/step_%08d/%s", b, UPDATES, files[i]);
+        assert_same_file(p, left, right);
+    }
+}
+
+/* ---- against the CPU ---- */
+
+/* One study a device and format of the projections: every arm, evaluations included. */
+static void test_every_route_follows_the_cpu(void **state)
+{
+    struct program *p = *state;
+    int failed = 0;
+    for (int l = 0; l < LINEARS; l++) {
+        for (int gpu = 0; gpu < 2; gpu++) {
+            EXITS(0, p,
+                  program_train(p, 1,
+                                "--run.mode=study '--study.arms=configs/arms/*.toml' --run.steps=%d --run.out={}/%s_%s "
+                                "--linear.attn=%s --linear.mlp=%s --device.kind=%s",
+                                UPDATES, linears[l], gpu ? "cuda" : "cpu", linears[l], linears[l],
+                                gpu ? "cuda" : "cpu"));
+        }
+        for (int a = 0; a < ARMS; a++) {
+            char cpu[128], cuda[128];
+            snprintf(cpu, sizeof cpu, "%s_cpu/%s/seed_1", linears[l], arms[a]);
+            snprintf(cuda, sizeof cuda, "%s_cuda/%s/seed_1", linears[l], arms[a]);
+            double start = difference(p, cpu, cuda, "loss", 1, 1), all = difference(p, cpu, cuda, "loss", 1, UPDATES),
+                   val = difference(p, cpu, cuda, "val_loss", UPDATES, UPDATES),
+                   norm = difference(p, cpu, cuda, "grad_norm", 1, 1) / metrics_value(p, cpu, 1, "grad_norm"),
+                   leak = difference(p, cpu, cuda, "row_leak", 1, 1);
+            bool wrong = !(start < 2e-3) || !(all < 5e-2) || !(val < 5e-2) || !(norm < 3e-2) || !(leak < 2e-2);
+            failed += wrong;
+            print_message("%-8s %-20s loss: first %.2e, all %.2e, val %.2e; first norm %.2e, row leak %.2e%s\n",
+                          linears[l], arms[a], start, all, val, norm, leak, wrong ? "  WRONG" : "");
+        }
+    }
+    assert_int_equal(failed, 0);
+}
+
+static void test_every_optimizer_mode_follows_the_cpu(void **state)
+{
+    static const char *const modes[] = {
+        "--optim.master=fp32 --optim.moments=bf16 --optim.grads=bf16 --optim.stochastic_rounding=true",
+        "--optim.master=none --optim.moments=fp32 --optim.stochastic_rounding=true",
+        "--optim.master=none --optim.moments=bf16 --optim.grads=bf16",
+    };
+    struct program *p = *state;
+    for (int i = 0; i < 3; i++) {
+        char cpu[32], cuda[32];
+        snprintf(cpu, sizeof cpu, "mode%d_cpu", i);
+        snprintf(cuda, sizeof cuda, "mode%d_cuda", i);
+        EXITS(0, p, program_train(p, 1, "--run.steps=%d --run.out={}/%s %s", UPDATES, cpu, modes[i]));
+        EXITS(0, p, program_train(p, 1, GPU "--run.steps=%d --run.out={}/%s %s", UPDATES, cuda, modes[i]));
+        check_follows(p, cpu, cuda, 1, 5e-2);
+    }
+}
+
+/* ---- bits ---- */
+
+static const char plain[] = "--run.steps=20 --checkpoint.every=10 configs/arms/nvfp4_mxfp4.toml --linear.mlp=nvfp4 "
+                            "--linear.attn=fp8 --optim.moments=bf16 --optim.stochastic_rounding=true";
+
+static void test_what_changes_no_bit(void **state)
+{
+    static const char *const others[][2] = {{"again", ""},
+                                            {"launched", "--device.graphs=false"},
+                                            {"gate_up", "--device.recompute=gate_up"},
+                                            {"block", "--device.recompute=block"},
+                                            {"eager", "--device.graphs=false --device.recompute=block"}};
+    struct program *p = *state;
+    EXITS(0, p, program_train(p, 1, GPU "--run.out={}/straight %s", plain));
+    assert_true(file_exists(p, "straight/gemm.json"));
+    assert_true(file_exists(p, "straight/checkpoints/step_00000010/train_state/gemm.json"));
+    for (size_t i = 0; i < sizeof others / sizeof others[0]; i++) {
+        print_message("straight against %s\n", others[i][0]);
+        EXITS(0, p, program_train(p, 1, GPU "--run.out={}/%s %s %s", others[i][0], plain, others[i][1]));
+        assert_same_end(p, "straight", others[i][0]);
+    }
+}
+
+/* As if a run had been cut after update 10. Without --device.gemm_choices: the checkpoint brings its own. */
+static void test_resumed_run_is_the_straight_run(void **state)
+{
+    struct program *p = *state;
+    EXITS(0, p,
+          program_shell(p, "mkdir -p {}/cut/checkpoints && cp -r {}/straight/checkpoints/step_00000010 "
+                           "{}/cut/checkpoints/ && head -n 12 {}/straight/metrics.jsonl > {}/cut/metrics.jsonl && head "
+                           "-n 24 {}/straight/layers.jsonl > {}/cut/layers.jsonl"));
+    EXITS(0, p, program_train(p, 1, "--device.kind=cuda --run.out={}/cut %s", plain));
+    program_expect(p, "update 11 of 20 is next");
+    assert_same_end(p, "straight", "cut");
+}
+
+/* ---- what changes bits only ---- */
+
+static void test_checkpoints_move_between_devices(void **state)
+{
+    static const char run[] = "--run.steps=20 --checkpoint.every=10 configs/arms/nvfp4_fp8.toml";
+    static const char *const kinds[] = {"cpu", "cuda"};
+    struct program *p = *state;
+    for (int from = 0; from < 2; from++) {
+        EXITS(0, p, program_train(p, 1, "--device.kind=%s --run.out={}/on_%s %s", kinds[from], kinds[from], run));
+    }
+    check_follows(p, "on_cpu", "on_cuda", 1, 5e-2);
+    for (int from = 0; from < 2; from++) {
+        char moved[32], here[32];
+        snprintf(here, sizeof here, "on_%s", kinds[from]);
+        snprintf(moved, sizeof moved, "from_%s", kinds[from]);
+        EXITS(0, p,
+              program_train(p, 1,
+                            "--device.kind=%s --run.out={}/%s --checkpoint.resume={}/%s/checkpoints/step_00000010 %s",
+                            kinds[!from], moved, here, run));
+        program_expect(p, "update 11 of 20 is next");
+        check_follows(p, here, moved, 11, 5e-2);
+    }
+}
+
+static void test_micro_batches_follow_each_other(void **state)
+{
+    struct program *p = *state;
+    for (int micro = 1; micro <= 4; micro *= 2) {
+        for (int l = 0; l < LINEARS; l++) {
+            EXITS(0, p,
+                  program_train(p, 1,
+                                GPU "--run.steps=%d --run.out={}/micro_%d_%s --data.micro_batch=%d --linear.attn=%s "
+                                    "--linear.mlp=%s",
+                                UPDATES, micro, linears[l], micro, linears[l], linears[l]));
+            if (micro > 1) {
+                char one[32], more[32];
+                snprintf(one, sizeof one, "micro_1_%s", linears[l]);
+                snprintf(more, sizeof more, "micro_%d_%s", micro, linears[l]);
+                check_follows(p, one, more, 1, 5e-2);
+            }
+        }
+    }
+    EXITS(1, p, program_train(p, 1, GPU "--data.micro_batch=3 --run.out={}/none"));
+    program_expect(p, "nearest valid values are 2 and 4");
+    EXITS(1, p, program_train(p, 1, GPU "--run.deterministic=any --run.out={}/none"));
+    program_expect(p, "run.deterministic = any");
+    EXITS(0, p, program_train(p, 1, GPU "--run.deterministic=off --run.steps=%d --run.out={}/off", UPDATES));
+    check_follows(p, "micro_1_bf16", "off", 1, 5e-2);
+}
+
+/* ---- failures, and a run that has no data ---- */
+
+static void test_numbers_that_are_not_finite(void **state)
+{
+    static const char *const kinds[][2] = {{"nan_grad", "1 gradients are not finite, first in tensor model.layers."},
+                                           {"inf_grad", "1 gradients are not finite, first in tensor model.layers."},
+                                           {"nan_weight", "weight model.layers."}};
+    struct program *p = *state;
+    EXITS(0, p, program_train(p, 1, GPU "--run.out={}/good --run.steps=5 --checkpoint.every=1 --checkpoint.keep=9"));
+    for (int i = 0; i < 3; i++) {
+        char checkpoint[128];
+        EXITS(3, p,
+              program_train(
+                  p, 1, GPU "--run.out={}/%s --run.steps=5 --checkpoint.every=1 --debug.allow=1 --debug.fault=%s@3:0",
+                  kinds[i][0], kinds[i][0]));
+        program_expect(p, "update 3 stopped before it was applied");
+        program_expect(p, kinds[i][1]);
+        assert_int_equal(metrics_rows(p, kinds[i][0]), 3);
+        snprintf(checkpoint, sizeof checkpoint, "%s/checkpoints/step_00000002/train_state/optimizer.safetensors",
+                 kinds[i][0]);
+        assert_same_file(p, checkpoint, "good/checkpoints/step_00000002/train_state/optimizer.safetensors");
+    }
+}
+
+static void test_step_time_needs_no_data(void **state)
+{
+    struct program *p = *state;
+    EXITS(0, p,
+          program_train(
+              p, 1,
+              GPU "--run.out={}/timed --run.mode=step_time --run.steps=5 --data.train= --data.val= --eval.every=0"));
+    print_message("%s", p->output);
+    program_expect(p, "2 updates of 4 x 64 tokens on 1 ranks");
+    program_expect(p, "MFU");
+    assert_false(file_exists(p, "timed"));
+    EXITS(0, p, program_train(p, 1, GPU "--dry-run"));
+    program_expect(p, "fits");
+    EXITS(0, p, program_call(p, "configs/gpt8b_step_time.toml --dry-run --data.batch=64 --data.micro_batch=64"));
+    program_expect(p, "DOES NOT FIT");
+    EXITS(2, p, program_call(p, "configs/gpt8b_step_time.toml --data.batch=64 --data.micro_batch=64"));
+    program_expect(p, "see --dry-run; try data.micro_batch = 1");
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_every_route_follows_the_cpu),
+        cmocka_unit_test(test_every_optimizer_mode_follows_the_cpu),
+        cmocka_unit_test(test_what_changes_no_bit),
+        cmocka_unit_test(test_resumed_run_is_the_straight_run),
+        cmocka_unit_test(test_checkpoints_move_between_devices),
+        cmocka_unit_test(test_micro_batches_follow_each_other),
+        cmocka_unit_test(test_numbers_that_are_not_finite),
+        cmocka_unit_test(test_step_time_needs_no_data),
+    };
+    return cmocka_run_group_tests(tests, program_setup, program_teardown);
+}
