@@ -6,23 +6,12 @@
 
 #include "core/rng.h"
 #include "numerics/formats.h"
+#include "optim/adamw_terms.h"
 
 #include <math.h>
-#include <stdio.h>
 #include <string.h>
 
 enum { ADAMW_BLOCK = 512 }; /* a multiple of 4: a block of elements has whole blocks of random numbers */
-
-/* Everything about one update that no element changes. */
-struct adamw_terms {
-    float lr, grad_scale, beta1, beta2, rest1, rest2, correction1, correction2, eps;
-};
-
-/* Random numbers of a segment. Rounding to BF16 uses the upper 16 bits of a word: m takes the lower ones, v the upper
- * ones of one word. */
-struct adamw_streams {
-    uint64_t weights, moments;
-};
 
 struct adamw_block {
     float w[ADAMW_BLOCK], m[ADAMW_BLOCK], v[ADAMW_BLOCK];
@@ -31,18 +20,6 @@ struct adamw_block {
 size_t adamw_moment_bytes(const struct adamw_config *config)
 {
     return config->moments_bf16 ? sizeof(bf16) : sizeof(float);
-}
-
-/* 1 - beta^n by repeated squaring: pow() may differ by a bit between machines, multiplication does not. */
-static float bias_correction(float beta, uint32_t n)
-{
-    double power = 1.0;
-    for (double square = (double)beta; n > 0; n >>= 1, square *= square) {
-        if (n & 1) {
-            power *= square;
-        }
-    }
-    return (float)(1.0 - power);
 }
 
 static void widen(float *out, const void *in, size_t first, size_t n, bool is_bf16)
@@ -128,39 +105,18 @@ static void store_moments(const struct adamw_config *config, const struct adamw_
     }
 }
 
-static struct adamw_streams streams_of(const char *name)
-{
-    char key[160];
-    int n = snprintf(key, sizeof key, "optim/weights/%s", name);
-    ASSERT(n > 0 && (size_t)n < sizeof key);
-    struct adamw_streams streams = {.weights = rng_stream(key)};
-    snprintf(key, sizeof key, "optim/moments/%s", name);
-    streams.moments = rng_stream(key);
-    return streams;
-}
-
 void adamw_step(const struct adamw_config *config, const struct adamw_state *state,
                 const struct adamw_segment *segments, int n_segments, const float *grads, float grad_scale, float lr,
                 uint32_t update)
 {
-    ASSERT(update >= 1 && state->weights != NULL && state->m != NULL && state->v != NULL);
+    ASSERT(state->weights != NULL && state->m != NULL && state->v != NULL);
     ASSERT((state->master != NULL) == config->master_fp32);
-    const struct adamw_terms terms = {
-        .lr = lr,
-        .grad_scale = grad_scale,
-        .beta1 = config->beta1,
-        .beta2 = config->beta2,
-        .rest1 = 1.0f - config->beta1,
-        .rest2 = 1.0f - config->beta2,
-        .correction1 = bias_correction(config->beta1, update),
-        .correction2 = bias_correction(config->beta2, update),
-        .eps = config->eps,
-    };
+    const struct adamw_terms terms = adamw_terms_of(config, grad_scale, lr, update);
     const void *weights = config->master_fp32 ? (const void *)state->master : (const void *)state->weights;
 #pragma omp parallel
     for (int s = 0; s < n_segments; s++) {
         const struct adamw_segment *segment = &segments[s];
-        const struct adamw_streams streams = streams_of(segment->name);
+        const struct adamw_streams streams = adamw_streams_of(segment->name);
         const float decay = segment->decays ? config->weight_decay : 0.0f;
         const int64_t blocks = (int64_t)((segment->elements + ADAMW_BLOCK - 1) / ADAMW_BLOCK);
 #pragma omp for schedule(static) nowait

@@ -62,3 +62,12 @@ static inline void compare_values(const char *what, const void *got, const void 
         compare_failures++;
     }
 }
+
+/* Nothing was written behind `bytes` of scratch. */
+static inline void compare_guard(const struct cuda *cuda, const void *scratch, size_t bytes)
+{
+    void *host = malloc(bytes + 1);
+    assert_non_null(host);
+    gpu_fetch(cuda, host, scratch, bytes);
+    free(host);
+}

@@ -216,7 +216,7 @@ static void check_backward(const struct shape *s, int residual, enum dtype type,
     rmsnorm_bwd_cuda(&g, cuda);
     gpu_fetch(cuda, f.got, d_dx, bytes);
     gpu_fetch(cuda, f.got_dgain, d_dgain, gain_bytes);
-    gpu_fetch(cuda, f.branch, d_scratch, 0); /* its guard */
+    compare_guard(cuda, d_scratch, scratch_bytes);
     compare_values(what, f.got, f.y, (int64_t)f.cells, DTYPE_BF16, 0x1p-7, 1e-5);
     if (type == DTYPE_BF16) {
         for (int64_t c = 0; c < s->width; c++) { /* as one rounding of the FP32 sum */
