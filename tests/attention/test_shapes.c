@@ -171,9 +171,28 @@ static void run_fused(struct attention_case *c)
     struct head_view dq = {grads, l.batch, l.token, l.head};
     struct head_view dk = {grads + s->heads * D, l.batch, l.token, l.head};
     struct head_view dv = {grads + (s->heads + s->kv_heads) * D, l.batch, l.token, l.head};
-    c->variant->fwd(&(struct attention_fwd){*s, &c->recipe, q, k, v, out, c->lse_log2, c->saved, c->scratch, NULL});
-    c->variant->bwd(&(struct attention_bwd){*s, &c->recipe, q, k, v, out, dout, dq, dk, dv, c->lse_log2, c->saved,
-                                            c->scratch, NULL});
+    c->variant->fwd(&(struct attention_fwd){.shape = *s,
+                                            .recipe = &c->recipe,
+                                            .q = q,
+                                            .k = k,
+                                            .v = v,
+                                            .out = out,
+                                            .lse_log2 = c->lse_log2,
+                                            .saved = c->saved,
+                                            .scratch = c->scratch});
+    c->variant->bwd(&(struct attention_bwd){.shape = *s,
+                                            .recipe = &c->recipe,
+                                            .q = q,
+                                            .k = k,
+                                            .v = v,
+                                            .out = out,
+                                            .dout = dout,
+                                            .dq = dq,
+                                            .dk = dk,
+                                            .dv = dv,
+                                            .lse_log2 = c->lse_log2,
+                                            .saved = c->saved,
+                                            .scratch = c->scratch});
     gather(c, out, s->heads, c->out);
     gather(c, dq, s->heads, c->dq);
     gather(c, dk, s->kv_heads, c->dk);
