@@ -1,8 +1,8 @@
 /* attention: BF16 backward on Hopper: wgmma, TMA, one loading and two computing warpgroups. */
-#include "attention/attention_bwd_sm90.cuh"
+#include "attention/attention_bwd_sm90_fp8.cuh"
 
 extern "C" {
-#include "attention/attention_sm90.h"
+#include "attention/attention_bwd_sm90.h"
 }
 
 /* ---- before and after ------------------------------------------------------------------------------------- */
@@ -56,20 +56,26 @@ static __global__ void __launch_bounds__(256)
     }
 }
 
-/* Block: one tile. dQ in its place, times softmax_scale, rounded once. */
-static __global__ void __launch_bounds__(256) finish_kernel(struct bwd_plan p, struct head_view dq)
+/* Block: one tile. dQ in its place, times softmax_scale (less the lifts of the FP8 route), rounded once. */
+static __global__ void __launch_bounds__(256) finish_kernel(struct bwd8_plan plan, struct head_view dq)
 {
+    const struct bwd_plan &p = plan.b;
     __shared__ __align__(16) bf16 rows[BWD_QUERIES][BWD_FEATURES + 8];
     const int tile = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
     const int64_t at = ((int64_t)batch * p.heads + head) * p.tiles + tile;
     const float4 *x = reinterpret_cast<const float4 *>(p.dq + at * BWD_TILE);
+    float factor = p.scale;
+    if (plan.facts != NULL) {
+        const struct bwd_lifts l = lifts_of(plan, batch * p.kv_heads + head / (p.heads / p.kv_heads));
+        factor = p.scale / (l.ds * l.k);
+    }
 #pragma unroll
     for (int i = 0; i < BWD_TILE / 4 / 256; i++) {
         const int n = i * 256 + threadIdx.x, t = n & 127, column = (n >> 7) * 8 + 2 * (t & 3);
         const int row = 16 * (t >> 5) + ((t >> 2) & 7);
         float4 v = x[n];
-        *reinterpret_cast<uint32_t *>(&rows[row][column]) = pack_bf16(v.x * p.scale, v.y * p.scale);
-        *reinterpret_cast<uint32_t *>(&rows[row + 8][column]) = pack_bf16(v.z * p.scale, v.w * p.scale);
+        *reinterpret_cast<uint32_t *>(&rows[row][column]) = pack_bf16(v.x * factor, v.y * factor);
+        *reinterpret_cast<uint32_t *>(&rows[row + 8][column]) = pack_bf16(v.z * factor, v.w * factor);
     }
     __syncthreads();
     bf16 *y = dq.data + batch * dq.batch_stride + head * dq.head_stride;
@@ -86,38 +92,18 @@ static __global__ void __launch_bounds__(256) finish_kernel(struct bwd_plan p, s
 /* ---- shared memory ---------------------------------------------------------------------------------------- */
 
 enum {
-    STAGES = 3,
     ROWS_K = BWD_KEYS * BWD_FEATURES * 2, /* bytes of K or V */
     ROWS_Q = BWD_TILE * 2,                /* bytes of a tile of Q or dO */
     AT_K = 0,
     AT_V = AT_K + ROWS_K,
     AT_Q = AT_V + ROWS_K,
-    AT_DO = AT_Q + STAGES * ROWS_Q,
-    AT_DS = AT_DO + STAGES * ROWS_Q, /* two buffers of 64 queries x 128 keys, a panel of 64 keys for each warpgroup */
+    AT_DO = AT_Q + BWD_STAGES * ROWS_Q,
+    AT_DS =
+        AT_DO + BWD_STAGES * ROWS_Q, /* two buffers of 64 queries x 128 keys, a panel of 64 keys for each warpgroup */
     AT_STATS = AT_DS + 2 * BWD_QUERIES * BWD_KEYS * 2,
-    AT_BARRIERS = AT_STATS + STAGES * BWD_STATISTICS * 4,
-    SHARED_BYTES = AT_BARRIERS + 128 + 1024, /* 1024: to align the base */
+    AT_BARRIERS = AT_STATS + BWD_STAGES * BWD_STATISTICS * 4,
+    SHARED_BYTES = AT_BARRIERS + BARRIERS * 8 + 1024, /* 1024: to align the base */
 };
-
-struct shared {
-    uint32_t base;
-    char *memory;
-};
-
-static __device__ __forceinline__ uint32_t full(const struct shared &s, int stage)
-{
-    return s.base + AT_BARRIERS + 8 * stage;
-}
-
-static __device__ __forceinline__ uint32_t empty(const struct shared &s, int stage)
-{
-    return s.base + AT_BARRIERS + 8 * (STAGES + stage);
-}
-
-static __device__ __forceinline__ uint32_t full_kv(const struct shared &s)
-{
-    return s.base + AT_BARRIERS + 8 * 2 * STAGES;
-}
 
 /* ---- the loading warp ------------------------------------------------------------------------------------- */
 
@@ -128,17 +114,19 @@ struct bwd_maps {
 static __device__ void load(const struct bwd_plan &p, const struct unit &u, const struct bwd_maps &m,
                             const struct shared &s, bool ordered)
 {
-    mbarrier_expect(full_kv(s), 2 * ROWS_K);
+    mbarrier_expect(barrier_at(s, KEYS), 2 * ROWS_K);
     for (int half = 0; half < 2; half++) {
-        tma_load_4d(s.base + AT_K + half * ROWS_K / 2, &m.k, full_kv(s), half * 64, u.block * BWD_KEYS, u.kv, u.batch);
-        tma_load_4d(s.base + AT_V + half * ROWS_K / 2, &m.v, full_kv(s), half * 64, u.block * BWD_KEYS, u.kv, u.batch);
+        tma_load_4d(s.base + AT_K + half * ROWS_K / 2, &m.k, barrier_at(s, KEYS), half * 64, u.block * BWD_KEYS, u.kv,
+                    u.batch);
+        tma_load_4d(s.base + AT_V + half * ROWS_K / 2, &m.v, barrier_at(s, KEYS), half * 64, u.block * BWD_KEYS, u.kv,
+                    u.batch);
     }
     struct walk w = walk_start(p, u, ordered);
     struct ring r = {0, 1};
     const int n = walk_length(p, u);
     for (int i = 0; i < n; i++) {
-        mbarrier_wait(empty(s, r.stage), r.parity);
-        const uint32_t barrier = full(s, r.stage);
+        mbarrier_wait(barrier_at(s, EMPTY + r.stage), r.parity);
+        const uint32_t barrier = barrier_at(s, FULL + r.stage);
         mbarrier_expect(barrier, 2 * ROWS_Q + BWD_STATISTICS * 4);
         for (int half = 0; half < 2; half++) {
             const uint32_t to = r.stage * ROWS_Q + half * ROWS_Q / 2;
@@ -149,7 +137,7 @@ static __device__ void load(const struct bwd_plan &p, const struct unit &u, cons
         bulk_load(s.base + AT_STATS + r.stage * BWD_STATISTICS * 4, p.stats + at * BWD_STATISTICS, BWD_STATISTICS * 4,
                   barrier);
         walk_next(p, u, w);
-        ring_next<STAGES>(r);
+        ring_next(r);
     }
 }
 
@@ -227,8 +215,8 @@ static __device__ __forceinline__ void compute(const struct bwd_plan &p, const s
     }
     struct walk w = walk_start(p, u, ORDERED);
     struct ring r = {0, 0};
-    mbarrier_wait(full_kv(s), 0);
-    mbarrier_wait(full(s, 0), 0);
+    mbarrier_wait(barrier_at(s, KEYS), 0);
+    mbarrier_wait(barrier_at(s, FULL), 0);
     wgmma_fence();
     product_transposed(x, k_rows, operand_k_major(s.base + AT_Q));
     for (int i = 0; i < n; i++) {
@@ -282,12 +270,11 @@ static __device__ __forceinline__ void compute(const struct bwd_plan &p, const s
         accumulate_dk(dk, operand_mn_major(s.base + AT_DS + ds + wg * 8192, 0), operand_mn_major(q, ROWS_Q / 2));
         product_dq(y, operand_k_major(s.base + AT_DS + ds), k_half);
         const int64_t at = ((int64_t)u.batch * p.heads + w.head) * p.tiles + w.tile;
-        const int tile = w.tile;
         const int stage = r.stage;
         walk_next(p, u, w);
-        ring_next<STAGES>(r);
+        ring_next(r);
         if (i + 1 < n) {
-            mbarrier_wait(full(s, r.stage), r.parity);
+            mbarrier_wait(barrier_at(s, FULL + r.stage), r.parity);
         }
         /* The scores of the next tile, under the additions to dQ; after the last one nobody looks at them. */
         product_transposed(x, k_rows, operand_k_major(s.base + AT_Q + r.stage * ROWS_Q));
@@ -296,19 +283,9 @@ static __device__ __forceinline__ void compute(const struct bwd_plan &p, const s
         wgmma_pin(px);
         __syncwarp();
         if (lane == 0) {
-            mbarrier_arrive(empty(s, stage));
+            mbarrier_arrive(barrier_at(s, EMPTY + stage));
         }
-        if (ORDERED) {
-            turn_wait(p.turns + at * 2 + wg, blocks_before(p, tile, u.block), wg);
-        }
-        float *to = p.dq + at * BWD_TILE + wg * (BWD_TILE / 2) + t * 4;
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            red_add(to + j * 512, y[4 * j], y[4 * j + 1], y[4 * j + 2], y[4 * j + 3]);
-        }
-        if (ORDERED) {
-            turn_pass(p.turns + at * 2 + wg, wg);
-        }
+        add_dq<ORDERED>(p, s, at, wg, i, y);
     }
     wgmma_wait<0>();
     wgmma_pin(x);
@@ -327,22 +304,14 @@ static __global__ void __launch_bounds__(BWD_THREADS, 1)
     bwd_bf16_kernel(const struct bwd_plan p, const __grid_constant__ struct bwd_maps maps)
 {
     extern __shared__ char raw[];
-    char *memory = raw + ((1024 - (shared_address(raw) & 1023)) & 1023);
-    const struct shared s = {shared_address(memory), memory};
+    const struct shared s = shared_open(raw, AT_BARRIERS);
     const struct unit u = unit_of(p, blockIdx.x, ORDERED);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) {
-            mbarrier_init(full(s, i), 1);
-            mbarrier_init(empty(s, i), 8);
-        }
-        mbarrier_init(full_kv(s), 1);
-        mbarriers_ready();
-    }
-    __syncthreads();
     if (threadIdx.x < 128) {
-        registers_lower<24>();
+        registers_lower<32>();
         if (threadIdx.x == 0) {
             load(p, u, maps, s, ORDERED);
+        } else if (ORDERED && (threadIdx.x == 32 || threadIdx.x == 64)) {
+            order_sums(p, u, s, threadIdx.x / 32 - 1);
         }
     } else {
         registers_raise<240>();
@@ -369,7 +338,7 @@ static struct bwd_plan plan_of(const struct attention_shape *shape, void *scratc
     p.dq = (float *)scratch;
     p.stats = p.dq + tiles * BWD_TILE;
     p.turns = (uint32_t *)(p.stats + tiles * BWD_STATISTICS);
-    *bytes = (size_t)tiles * (BWD_TILE + BWD_STATISTICS + 2) * 4;
+    *bytes = ((size_t)tiles * (BWD_TILE + BWD_STATISTICS + 2) * 4 + 255) / 256 * 256;
     return p;
 }
 
@@ -395,9 +364,13 @@ extern "C" const char *attention_bwd_refuses_sm90(const struct attention_shape *
     if (shape->kv_heads < 1 || shape->heads % shape->kv_heads != 0 || shape->tokens < 1) {
         return "heads must be a multiple of kv_heads, tokens at least 1";
     }
-    if (recipe->qk != QK_BF16 || recipe->pv != PV_BF16 || recipe->backward != BWD_BF16 || recipe->k_center ||
-        recipe->dk_center || recipe->debug_leak != 0) {
-        return "the Hopper backward runs the plain BF16 recipe";
+    if (recipe->backward != BWD_BF16) {
+        return attention_bwd_fp8_refuses_sm90(recipe);
+    }
+    if (recipe->qk != QK_BF16 || recipe->pv != PV_BF16 || recipe->bwd_p != BWD_P_BF16 || recipe->bwd_v != BWD_V_BF16 ||
+        recipe->bwd_stat != BWD_STAT_SAVED || recipe->do_format != DO_BF16 || recipe->k_center || recipe->dk_center ||
+        recipe->debug_leak != 0) {
+        return "the Hopper BF16 backward runs the plain BF16 recipe";
     }
     return NULL;
 }
@@ -405,24 +378,32 @@ extern "C" const char *attention_bwd_refuses_sm90(const struct attention_shape *
 extern "C" size_t attention_bwd_scratch_bytes_sm90(const struct attention_shape *shape,
                                                    const struct attention_recipe *recipe)
 {
-    size_t bytes;
-    (void)recipe;
-    (void)plan_of(shape, NULL, &bytes);
-    return bytes;
+    size_t bytes, more = 0;
+    struct bwd_plan p = plan_of(shape, NULL, &bytes);
+    if (recipe->backward != BWD_BF16) {
+        (void)bwd8_plan_of(p, NULL, NULL, &more);
+    }
+    return bytes + more;
 }
 
 extern "C" void attention_bwd_sm90(const struct attention_bwd *a)
 {
-    size_t bytes;
-    struct bwd_plan p = plan_of(&a->shape, a->scratch, &bytes);
-    const dim3 tiles((unsigned int)p.tiles, (unsigned int)p.heads, (unsigned int)a->shape.batch);
-    p.dk = a->dk;
-    p.dv = a->dv;
-    prepare_kernel<<<tiles, 256, 0, a->cuda->stream>>>(p, a->out, a->dout, a->lse_log2);
-    if (a->unordered) {
-        launch<false>(a, p);
+    size_t bytes, more;
+    struct bwd8_plan p = {};
+    p.b = plan_of(&a->shape, a->scratch, &bytes);
+    p.b.dk = a->dk;
+    p.b.dv = a->dv;
+    const dim3 tiles((unsigned int)p.b.tiles, (unsigned int)p.b.heads, (unsigned int)a->shape.batch);
+    if (a->recipe->backward != BWD_BF16) {
+        p = bwd8_plan_of(p.b, a, (char *)a->scratch + bytes, &more);
+        bwd8_run(a, p);
     } else {
-        launch<true>(a, p);
+        prepare_kernel<<<tiles, 256, 0, a->cuda->stream>>>(p.b, a->out, a->dout, a->lse_log2);
+        if (a->unordered) {
+            launch<false>(a, p.b);
+        } else {
+            launch<true>(a, p.b);
+        }
     }
     finish_kernel<<<tiles, 256, 0, a->cuda->stream>>>(p, a->dq);
     cuda_launched(a->cuda, "attention backward, sm90");

@@ -84,24 +84,116 @@ static __device__ __forceinline__ int walk_length(const struct bwd_plan &p, cons
     return (p.heads / p.kv_heads) * (p.tiles - u.first);
 }
 
-/* ---- a ring of stages
- * --------------------------------------------------------------------------------------------------- */
+/* ---- shared memory and barriers --------------------------------------------------------------------------- */
+
+enum { BWD_STAGES = 3 }; /* tiles of queries in shared memory */
+
+struct shared {
+    uint32_t base, barriers; /* base: a multiple of 1024 */
+    char *memory;            /* the same place as base */
+};
+
+/* A stage is loaded, is free again; keys are loaded; ordered sums: a warpgroup may add, has added. */
+enum {
+    FULL = 0,
+    EMPTY = BWD_STAGES,
+    KEYS = 2 * BWD_STAGES,
+    MAY_ADD,
+    HAS_ADDED = MAY_ADD + 2,
+    BARRIERS = HAS_ADDED + 2
+};
+
+static __device__ __forceinline__ uint32_t barrier_at(const struct shared &s, int number)
+{
+    return s.barriers + 8 * number;
+}
+
+/* `at`: where barriers lie behind the tiles. Ends with a barrier of the block. */
+static __device__ __forceinline__ struct shared shared_open(char *raw, int at)
+{
+    char *memory = raw + ((1024 - (shared_address(raw) & 1023)) & 1023);
+    const struct shared s = {shared_address(memory), shared_address(memory) + at, memory};
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < BWD_STAGES; i++) {
+            mbarrier_init(barrier_at(s, FULL + i), 1);
+            mbarrier_init(barrier_at(s, EMPTY + i), 8); /* a lane of each computing warp */
+        }
+        mbarrier_init(barrier_at(s, KEYS), 1);
+        for (int wg = 0; wg < 2; wg++) {
+            mbarrier_init(barrier_at(s, MAY_ADD + wg), 1);
+            mbarrier_init(barrier_at(s, HAS_ADDED + wg), 4);
+        }
+        mbarriers_ready();
+    }
+    __syncthreads();
+    return s;
+}
 
 struct ring {
     int stage;
     uint32_t parity;
 };
 
-template <int STAGES> static __device__ __forceinline__ void ring_next(struct ring &r)
+static __device__ __forceinline__ void ring_next(struct ring &r)
 {
-    if (++r.stage == STAGES) {
+    if (++r.stage == BWD_STAGES) {
         r.stage = 0;
         r.parity ^= 1;
     }
 }
 
-/* ---- results
- * ---------------------------------------------------------------------------------------------------------- */
+/* ---- dQ: sums in global memory ---------------------------------------------------------------------------- */
+
+static __device__ __forceinline__ void red_add(float *to, float a, float b, float c, float d)
+{
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+/* Adds this warpgroup's half of tile `at`; step: how many tiles the unit has done before. */
+template <bool ORDERED>
+static __device__ __forceinline__ void add_dq(const struct bwd_plan &p, const struct shared &s, int64_t at, int wg,
+                                              int step, const float (&x)[32])
+{
+    float *to = p.dq + at * BWD_TILE + wg * (BWD_TILE / 2) + (threadIdx.x & 127) * 4;
+    if (ORDERED) {
+        mbarrier_wait(barrier_at(s, MAY_ADD + wg), step & 1);
+    }
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        red_add(to + j * 512, x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
+    }
+    if (ORDERED) {
+        __syncwarp();
+        if ((threadIdx.x & 31) == 0) {
+            mbarrier_arrive(barrier_at(s, HAS_ADDED + wg));
+        }
+    }
+}
+
+/* Ordered sums, one lane beside each computing warpgroup: waits for the blocks that come before (the last block is the
+ * first to add to a tile), lets the warpgroup add, passes the turn on. The fence is cumulative: it covers what the
+ * warpgroup did before it arrived. */
+static __device__ __forceinline__ void order_sums(const struct bwd_plan &p, const struct unit &u,
+                                                  const struct shared &s, int wg)
+{
+    struct walk w = walk_start(p, u, true);
+    const int n = walk_length(p, u);
+    for (int i = 0; i < n; i++) {
+        uint32_t *turn = p.turns + (((int64_t)u.batch * p.heads + w.head) * p.tiles + w.tile) * 2 + wg;
+        const uint32_t before = (p.causal ? w.tile / (BWD_KEYS / BWD_QUERIES) : p.blocks - 1) - u.block;
+        uint32_t now;
+        do {
+            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+        } while (now != before);
+        mbarrier_arrive(barrier_at(s, MAY_ADD + wg));
+        mbarrier_wait(barrier_at(s, HAS_ADDED + wg), i & 1);
+        __threadfence();
+        asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(turn) : "memory");
+        walk_next(p, u, w);
+    }
+}
+
+/* ---- dK, dV -------------------------------------------------------------------------------------------------- */
 
 /* One rounding of this warpgroup's 64 keys, through 16 KB of shared memory, to rows of y. */
 static __device__ __forceinline__ void store_keys(const float (&x)[64], float factor, uint32_t staging,
@@ -127,43 +219,5 @@ static __device__ __forceinline__ void store_keys(const float (&x)[64], float fa
             *reinterpret_cast<uint4 *>(y + (int64_t)(key0 + r) * stride + part * 8) =
                 *reinterpret_cast<const uint4 *>(memory + r * 256 + ((part ^ (r & 7)) << 4));
         }
-    }
-}
-
-static __device__ __forceinline__ void red_add(float *to, float a, float b, float c, float d)
-{
-    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
-}
-
-static __device__ __forceinline__ uint32_t turn_of(const uint32_t *turn)
-{
-    uint32_t x;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(turn) : "memory");
-    return x;
-}
-
-/* Ordered sums: how many blocks add to a tile before block `block`; the last block comes first. */
-static __device__ __forceinline__ uint32_t blocks_before(const struct bwd_plan &p, int tile, int block)
-{
-    return (uint32_t)((p.causal ? tile / (BWD_KEYS / BWD_QUERIES) : p.blocks - 1) - block);
-}
-
-/* Waits until `before` blocks have added to this half of the tile. */
-static __device__ __forceinline__ void turn_wait(const uint32_t *turn, uint32_t before, int wg)
-{
-    if ((threadIdx.x & 127) == 0) {
-        while (turn_of(turn) != before) {
-        }
-    }
-    named_barrier_sync(BARRIER_HALF + wg, 128);
-}
-
-/* Every thread's additions are performed before the next block's begin. */
-static __device__ __forceinline__ void turn_pass(uint32_t *turn, int wg)
-{
-    __threadfence();
-    named_barrier_sync(BARRIER_HALF + wg, 128);
-    if ((threadIdx.x & 127) == 0) {
-        asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(turn) : "memory");
     }
 }

@@ -1,7 +1,7 @@
 /* The Hopper backward against the CPU reference, which gets the same saved output: every sequence length around tile
  * edges, GQA ratios, inputs, strides, both orders of summation. */
 #include "attention/attention_cpu.h"
-#include "attention/attention_sm90.h"
+#include "attention/attention_bwd_sm90.h"
 #include "tests/attention/cases.h"
 #include "tests/gpu.h"
 
@@ -186,7 +186,8 @@ static int complain(const char *what, const char *tensor, const bf16 *x, const b
 static void describe(const struct gpu_case *g, enum input_kind kind, char *text, size_t bytes)
 {
     const struct attention_shape *s = &g->c->shape;
-    snprintf(text, bytes, "T %d B %d heads %d/%d %s %s%s%s", (int)s->tokens, (int)s->batch, (int)s->heads,
+    snprintf(text, bytes, "%s/%s T %d B %d heads %d/%d %s %s%s%s", pv_format_names[g->c->recipe.pv],
+             backward_preset_names[g->c->recipe.backward], (int)s->tokens, (int)s->batch, (int)s->heads,
              (int)s->kv_heads, s->causal ? "causal" : "full", input_names[kind], g->fused ? " fused" : "",
              g->call.unordered ? " unordered" : "");
 }
@@ -271,6 +272,38 @@ static void test_bf16_inputs(void **state)
     assert_int_equal(complaints, 0);
 }
 
+/* FP8 tensor cores keep about 14 bits of a running sum: dP moves by 2^-13 of its largest partial sum, which turns about
+ * one stored dS in 500 to the neighbouring code (2^-4 of itself); dV, dK and dQ sum with as many bits. */
+#define FP8_BOUND 6e-3
+
+static void test_fp8_lengths(void **state)
+{
+    static const int lengths[] = {1, 17, 64, 65, 128, 129, 200, 300};
+    struct attention_recipe recipe = recipe_of(PV_FP8, BWD_REPRESENTED);
+    int complaints = 0;
+    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
+        for (int causal = 0; causal < 2; causal++) {
+            struct attention_shape s = {1, lengths[i], 2, 1, D, causal == 1, 0.0883883f};
+            complaints += check(*state, &s, &recipe, INPUT_GAUSS, i % 2 == 1, FP8_BOUND);
+        }
+    }
+    assert_int_equal(complaints, 0);
+}
+
+static void test_fp8_inputs(void **state)
+{
+    static const enum backward_preset presets[] = {BWD_REPRESENTED, BWD_SAVED_OUTPUT, BWD_SAVED_OUTPUT_FIXED};
+    int complaints = 0;
+    for (int kind = 0; kind < INPUT_KINDS; kind++) {
+        for (int i = 0; i < 3; i++) {
+            struct attention_recipe recipe = recipe_of(PV_FP8, presets[i]);
+            struct attention_shape s = {i == 0 ? 2 : 1, 330, 4, 2, D, kind != INPUT_PEAKY3, 0.0883883f};
+            complaints += check(*state, &s, &recipe, (enum input_kind)kind, i == 1, FP8_BOUND);
+        }
+    }
+    assert_int_equal(complaints, 0);
+}
+
 static int open_gpu(void **state)
 {
     *state = gpu_open();
@@ -286,9 +319,8 @@ static int close_gpu(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_bf16_lengths),
-        cmocka_unit_test(test_bf16_heads),
-        cmocka_unit_test(test_bf16_inputs),
+        cmocka_unit_test(test_bf16_lengths), cmocka_unit_test(test_bf16_heads), cmocka_unit_test(test_bf16_inputs),
+        cmocka_unit_test(test_fp8_lengths),  cmocka_unit_test(test_fp8_inputs),
     };
     return cmocka_run_group_tests(tests, open_gpu, close_gpu);
 }

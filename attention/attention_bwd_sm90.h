@@ -1,0 +1,13 @@
+/* attention: the Hopper backward, D = 128, for the variant's own files and tests. Others use attention/attention.h.
+ *
+ * Routes: plain BF16; qk other than bf16 with pv = fp8 and `represented`, `saved_output` or `saved_output_fixed` (or
+ * their switches one by one). The saved state is that of attention_cpu.h, in device memory. */
+#pragma once
+
+#include "attention/attention.h"
+
+/* NULL, or why the hand-written backward does not run (shape, recipe). */
+const char *attention_bwd_refuses_sm90(const struct attention_shape *shape, const struct attention_recipe *recipe);
+size_t attention_bwd_scratch_bytes_sm90(const struct attention_shape *shape, const struct attention_recipe *recipe);
+/* As attention_variant.bwd. Views: data and all strides multiples of 16 bytes. stats is not looked at. */
+void attention_bwd_sm90(const struct attention_bwd *a);

@@ -1,0 +1,92 @@
+/* attention: operands of the FP8 backward on Hopper (docs/numerics.md, sections 7 and 8). For attention_bwd_sm90*.cu.
+ *
+ * Operands are published tile by tile, as shared memory holds them, so that one bulk copy fetches a tile.
+ *   queries (b, h, tile of 64):  dO row  64 x 128 E4M3 or E5M2, SWIZZLE_128B
+ *                                dO col 128 x 64, queries of each 16 in order pi1, SWIZZLE_64B
+ *                                Q col  128 x 64 E4M3, likewise
+ *   keys (b, kv head, block of 128): V row 128 x 128 E4M3, SWIZZLE_128B
+ *                                K col 128 x 128 E4M3, keys of each 16 in order pi2, SWIZZLE_128B
+ * pi1 = 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15: two accumulator groups of S^T, packed, are an A register of the next
+ * product. pi2 = 0 8 1 9 2 10 .. 7 15: two packed registers, rows g and g + 8, are an element of a transposing
+ * stmatrix. Rows beyond the sequence are zero. */
+#pragma once
+
+#include "attention/attention_bwd_sm90.cuh"
+
+enum {
+    BWD8_ROW = BWD_TILE,         /* bytes of dO row, dO col, Q col */
+    BWD8_QUERIES = 3 * BWD8_ROW, /* of a tile of queries */
+    BWD8_KEYS = 2 * BWD_KEYS * BWD_FEATURES,
+};
+
+/* Maxima over one kv head and its query heads, as bits of non-negative floats; zero to begin with. */
+struct bwd_facts {
+    uint32_t dout, dout_square, q, k, v, v_square; /* _square: largest squared norm of a row */
+};
+
+/* The recipe, as kernels ask for it. */
+struct bwd_rules {
+    bool codes;                 /* P is rebuilt relative to floor(LSE2), dO carries 2^-f; else exp2(t - LSE2) */
+    bool raw_statistic;         /* r from the unrounded dO */
+    bool dout_e5m2, dout_fixed; /* format; multiplier 4 */
+    bool ds_fixed;
+    bool view_fixed;  /* gradient views of Q and K times 4 */
+    bool value_e4m3;  /* V = E4M3(4 v); else v is represented already */
+    float value_unit; /* v holds that many times V */
+    float p_unit;     /* codes of P likewise */
+};
+
+struct bwd8_plan {
+    struct bwd_plan b;
+    struct bwd_rules rules;
+    float shift; /* the code of P is 2^shift P, times ds_factor and dv_factor the value that dS, dV take */
+    float ds_factor, dv_factor;
+    struct bwd_facts *facts; /* of each (b, kv head) */
+    uint8_t *queries, *keys;
+};
+
+/* The powers of two of one kv head. */
+struct bwd_lifts {
+    float dout, q, k, v, ds;
+};
+
+/* Largest 2^k with 2^k amax <= limit; 1 for zero, Inf and NaN (numerics/blocks.h). */
+static __device__ __forceinline__ float lift_for(float amax, float limit)
+{
+    if (!(amax > 0) || amax > 3.4028235e38f) {
+        return 1.0f;
+    }
+    int k = ilogbf(limit) - ilogbf(amax);
+    k -= ldexpf(amax, -ilogbf(amax)) > ldexpf(limit, -ilogbf(limit)) ? 1 : 0;
+    return ldexpf(1.0f, min(k, 126));
+}
+
+static __device__ __forceinline__ struct bwd_lifts lifts_of(const struct bwd8_plan &p, int unit)
+{
+    const struct bwd_facts f = p.facts[unit];
+    const float v = __uint_as_float(f.v);
+    struct bwd_lifts l;
+    l.dout = p.rules.dout_fixed ? 4.0f : lift_for(__uint_as_float(f.dout), p.rules.dout_e5m2 ? 57344.0f : 448.0f);
+    l.q = p.rules.view_fixed ? 4.0f : lift_for(__uint_as_float(f.q), 448.0f);
+    l.k = p.rules.view_fixed ? 4.0f : lift_for(__uint_as_float(f.k), 448.0f);
+    l.v = p.rules.value_e4m3 && !(v > 112.0f && v < INFINITY) ? 4.0f : lift_for(v, 448.0f);
+    const float bound =
+        2.0f * sqrtf(__uint_as_float(f.dout_square)) * (sqrtf(__uint_as_float(f.v_square)) / p.rules.value_unit);
+    l.ds = p.rules.ds_fixed ? 256.0f * p.b.scale
+           : !(bound > 0)   ? 1.0f
+                            : 16.0f * fminf(lift_for(bound, 448.0f), 0x1p100f);
+    return l;
+}
+
+/* Enqueues everything up to the operands, statistics and a zero dQ. K and V as the recipe's views want them. */
+struct bwd8_inputs {
+    struct head_view q, k, v, out, dout; /* q, k: of the gradient views; v: of dP */
+    const float *lse;
+};
+void bwd8_publish(const struct cuda *on, const struct bwd8_plan &p, const struct bwd8_inputs &in);
+
+/* The kernel's half of the plan (attention_bwd_sm90_fp8.cu). bwd8_plan_of with a NULL counts the bytes of scratch; run
+ * publishes, and leaves dK, dV, and dQ in p.b.dq, times lifts (dq_factor). */
+struct bwd8_plan bwd8_plan_of(const struct bwd_plan &base, const struct attention_bwd *a, void *scratch, size_t *bytes);
+void bwd8_run(const struct attention_bwd *a, const struct bwd8_plan &p);
+extern "C" const char *attention_bwd_fp8_refuses_sm90(const struct attention_recipe *recipe);
