@@ -9,6 +9,8 @@
 
 #include <stdlib.h>
 
+enum { WIDTH_MAX = 16384 }; /* of a norm's row on chip */
+
 static bf16 *take_bf16(struct arena *arena, const char *label, int64_t n)
 {
     return arena_take(arena, label, (size_t)n * sizeof(bf16));
@@ -212,27 +214,30 @@ static void release_cuda(struct model *m)
 
 /* ---- outside of forward and backward --------------------------------------------------------------------------- */
 
-static enum status refuse_width(const char *key, int64_t value, int64_t unit, const char *why)
-{
-    return status_fail(ERR_UNSUPPORTED,
-                       "%s = %lld: on device cuda it must be a multiple of %lld (%s): nearest %lld; or use cpu", key,
-                       (long long)value, (long long)unit, why, (long long)((value + unit - 1) / unit * unit));
-}
-
-/* Kernels move 16 bytes at a time; the tensor cores' FP8 products want multiples of 16 in every size. */
+/* Kernels move 16 bytes at a time; operands of small formats come in blocks of 16. */
 static enum status check_cuda(const struct model_config *c, const struct model_options *o)
 {
+    bool small = o->linear.attn != LINEAR_BF16 || o->linear.mlp != LINEAR_BF16;
+    const char *access = "16-byte accesses", *why = small ? "linear fp8, nvfp4" : access;
     const struct {
         const char *key;
-        int64_t value;
-    } widths[] = {
-        {"model.width", c->width}, {"model.ffn", c->ffn}, {"model.vocab", c->vocab}, {"model.head_dim", c->head_dim}};
-    bool fp8 = o->linear.attn == LINEAR_FP8 || o->linear.mlp == LINEAR_FP8;
-    int64_t unit = fp8 ? 16 : 8;
-    for (size_t i = 0; i < sizeof widths / sizeof *widths; i++) {
-        if (widths[i].value % unit != 0) {
-            return refuse_width(widths[i].key, widths[i].value, unit, fp8 ? "linear fp8" : "16-byte accesses");
+        int64_t value, unit;
+        const char *why;
+    } sizes[] = {{"model.width", c->width, small ? 16 : 8, why},
+                 {"model.ffn", c->ffn, small ? 16 : 8, why},
+                 {"model.vocab", c->vocab, 8, access},
+                 {"model.head_dim", c->head_dim, 16, access}};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        if (sizes[i].value % sizes[i].unit != 0) {
+            return status_fail(ERR_UNSUPPORTED,
+                               "%s = %lld: on device cuda it must be a multiple of %lld (%s): nearest %lld; or use cpu",
+                               sizes[i].key, (long long)sizes[i].value, (long long)sizes[i].unit, sizes[i].why,
+                               (long long)((sizes[i].value / sizes[i].unit + 1) * sizes[i].unit));
         }
+    }
+    if (c->width > WIDTH_MAX) {
+        return status_fail(ERR_UNSUPPORTED, "model.width = %d: on device cuda at most %d; use cpu", c->width,
+                           WIDTH_MAX);
     }
     ASSERT(o->grad_type == DTYPE_F32 || o->grad_type == DTYPE_BF16);
     return OK;
