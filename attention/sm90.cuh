@@ -230,6 +230,14 @@ __device__ __forceinline__ float exp2_fast(float x)
     return y;
 }
 
+/* [max, .NaN] The larger one; NaN if either is. */
+__device__ __forceinline__ float max_or_nan(float x, float y)
+{
+    float z;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+
 /* [cvt] Two values to BF16 or, saturating, to FP8; `low` in the lower half. */
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high)
 {
@@ -355,12 +363,14 @@ template <int N> struct wgmma_e4m3_e5m2; /* A in E4M3, B in E5M2 */
 #define WGMMA_TEXT_32 WGMMA_TEXT_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define WGMMA_TEXT_48 WGMMA_TEXT_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define WGMMA_TEXT_64 WGMMA_TEXT_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_TEXT_68 WGMMA_TEXT_64 ", %64, %65, %66, %67"
 #define WGMMA_D8(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
                        "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define WGMMA_D16(d) WGMMA_D8(d, 0), WGMMA_D8(d, 8)
 #define WGMMA_D32(d) WGMMA_D16(d), WGMMA_D8(d, 16), WGMMA_D8(d, 24)
 #define WGMMA_D48(d) WGMMA_D32(d), WGMMA_D8(d, 32), WGMMA_D8(d, 40)
 #define WGMMA_D64(d) WGMMA_D48(d), WGMMA_D8(d, 48), WGMMA_D8(d, 56)
+#define WGMMA_D68(d) WGMMA_D64(d), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67])
 
 /* R = N / 2 accumulators; R0 .. R5 the numbers of the operands behind them. */
 #define WGMMA_SS(SHAPE, FLAGS, R, R0, R1, R2, ...) \
@@ -408,6 +418,7 @@ WGMMA_ALL(32, 16, 16, 17, 18, 19, 20, 21, 22);
 WGMMA_ALL(64, 32, 32, 33, 34, 35, 36, 37, 38);
 WGMMA_ALL(96, 48, 48, 49, 50, 51, 52, 53, 54);
 WGMMA_ALL(128, 64, 64, 65, 66, 67, 68, 69, 70);
+WGMMA_ALL(136, 68, 68, 69, 70, 71, 72, 73, 74);
 // clang-format on
 
 /* ---- tensor maps (host) ------------------------------------------------------------------------------------ */

@@ -1,0 +1,300 @@
+/* attention: the forward with coded probabilities on Hopper: scores from BF16 or E4M3 operands, P V in FP8. See
+ * attention_fwd_sm90.cuh for the shape of the work.
+ *
+ * FP8 products keep about 14 bits in their running sum: every block of 128 keys is multiplied into registers of its own
+ * and added in FP32, in the multiply-add that the moving anchor needs anyway. Column 128 of the product is the sum of
+ * the codes: V's tile has a row of ones. */
+#include "attention/attention_fwd_codes_sm90.cuh"
+
+extern "C" {
+#include "attention/attention_sm90.h"
+}
+
+/* Sums of one tile: O and L relative to 2^(anchor - lift). */
+struct code_sums {
+    float o[64], l[2];
+};
+
+template <enum code_kind KIND>
+__device__ __forceinline__ void values(float (&d)[68], const uint32_t (&p)[16], uint64_t v)
+{
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+        if (KIND == CODES_FP8) {
+            wgmma_e4m3<136>::rs(d, p + 4 * step, operand_advance(v, step * 32), step > 0);
+        } else {
+            wgmma_e5m2_e4m3<136>::rs(d, p + 4 * step, operand_advance(v, step * 32), step > 0);
+        }
+    }
+    wgmma_commit();
+}
+
+__device__ __forceinline__ void accumulate(struct code_sums &sums, const float (&block)[68], const float (&factor)[2])
+{
+#pragma unroll
+    for (int i = 0; i < 64; i++) {
+        sums.o[i] = fmaf(sums.o[i], factor[i / 2 % 2], block[i]);
+    }
+    sums.l[0] = fmaf(sums.l[0], factor[0], block[64]);
+    sums.l[1] = fmaf(sums.l[1], factor[1], block[66]);
+}
+
+/* Where a consumer stands in the rings, and its operands. */
+struct consumer {
+    struct ring k, v;
+    int q_parity;
+    uint64_t q, k0, v0;
+};
+
+template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
+    using layout = fwd_layout<SCORES8, true>;
+    using shared = typename layout::shared;
+
+    static __device__ __forceinline__ void close_tile(const struct fwd_maps &maps, const struct fwd_args &a, shared &s,
+                                                      const struct code_sums &sums, const struct code_rows &r,
+                                                      const struct mx_rule &rule, struct fwd_tile t, int warpgroup)
+    {
+        const float v_inverse = a.v_inverse[t.head / a.heads * a.kv_heads + t.head % a.heads / a.group];
+        const float lift = KIND == CODES_FP8 ? FP8_LIFT : MX_LIFT + rule.amplitude;
+        float inverse[2], lse[2];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            inverse[h] = v_inverse / sums.l[h];
+            lse[h] = r.anchor[h] + (log2f(sums.l[h]) - lift);
+        }
+        store_lse(a, t, warpgroup, lse);
+        store_rows(&maps.out, shared_address(s.out) + warpgroup * PANEL, sums.o, inverse, a, t, warpgroup);
+    }
+
+    static __device__ __forceinline__ float score_factor(const struct fwd_args &a, struct fwd_tile t)
+    {
+        if (!SCORES8) {
+            return a.c;
+        }
+        return a.c * a.q_inverse[t.head] * a.k_inverse[t.head / a.heads * a.kv_heads + t.head % a.heads / a.group];
+    }
+
+    static __device__ __forceinline__ void consume_tile(const struct fwd_maps &maps, const struct fwd_args &a,
+                                                        shared &s, const struct mx_rule &rule, struct consumer &w,
+                                                        struct fwd_tile t, int warpgroup)
+    {
+        const int n = key_blocks(a, t.block);
+        const float c = score_factor(a, t);
+        float score[64], block[68], factor[2];
+        uint32_t p[16];
+        struct code_sums sums = {};
+        struct code_rows r = {{-INFINITY, -INFINITY}, {0, 0}};
+        mbarrier_wait(at(s.q_full), w.q_parity);
+        w.q_parity ^= 1;
+        mbarrier_wait(at(s.k_full[w.k.stage]), w.k.parity);
+        wgmma_fence();
+        scores<SCORES8>(score, w.q, operand_advance(w.k0, w.k.stage * layout::SCORE_BYTES));
+        wgmma_wait<0>();
+        wgmma_pin(score);
+        release(at(s.k_empty[w.k.stage]));
+        w.k.next(layout::STAGES);
+        if (a.causal || a.tokens % TILE != 0) {
+            mask(score, a, t.block * TILE + own_row(warpgroup), (n - 1) * TILE);
+        }
+        codes_of<KIND>(score, r, c, rule);
+        codes_pack<KIND>(score, p);
+        if (n > 1) {
+            mbarrier_wait(at(s.k_full[w.k.stage]), w.k.parity);
+        }
+        for (int j = 1; j < n; j++) {
+            named_barrier_sync(BARRIER_TURN + warpgroup, 2 * WARPGROUP);
+            wgmma_pin(p);
+            wgmma_fence();
+            scores<SCORES8>(score, w.q, operand_advance(w.k0, w.k.stage * layout::SCORE_BYTES));
+            mbarrier_wait(at(s.v_full[w.v.stage]), w.v.parity);
+            values<KIND>(block, p, operand_advance(w.v0, w.v.stage * layout::VALUE_SLOT));
+            named_barrier_arrive(BARRIER_TURN + (warpgroup ^ 1), 2 * WARPGROUP);
+            wgmma_wait<1>();
+            wgmma_pin(score);
+            release(at(s.k_empty[w.k.stage]));
+            w.k.next(layout::STAGES);
+            factor[0] = r.factor[0];
+            factor[1] = r.factor[1];
+            codes_of<KIND>(score, r, c, rule);
+            /* Here, not at the head of the loop: the branch keeps ptxas from moving the wait for P V up. */
+            if (j + 1 < n) {
+                mbarrier_wait(at(s.k_full[w.k.stage]), w.k.parity);
+            }
+            wgmma_wait<0>();
+            wgmma_pin(block);
+            wgmma_pin(p);
+            release(at(s.v_empty[w.v.stage]));
+            w.v.next(layout::STAGES);
+            accumulate(sums, block, factor);
+            codes_pack<KIND>(score, p);
+        }
+        release(at(s.q_empty));
+        mbarrier_wait(at(s.v_full[w.v.stage]), w.v.parity);
+        wgmma_pin(p);
+        wgmma_fence();
+        values<KIND>(block, p, operand_advance(w.v0, w.v.stage * layout::VALUE_SLOT));
+        wgmma_wait<0>();
+        wgmma_pin(block);
+        release(at(s.v_empty[w.v.stage]));
+        w.v.next(layout::STAGES);
+        accumulate(sums, block, r.factor);
+        close_tile(maps, a, s, sums, r, rule, t, warpgroup);
+    }
+
+    static __device__ __forceinline__ void consume(const struct fwd_maps &maps, const struct fwd_args &a, shared &s,
+                                                   const struct mx_rule &rule, int warpgroup)
+    {
+        struct ring tiles = {0, 0};
+        struct consumer w = {{0, 0}, {0, 0}, 0, 0, 0, 0};
+        w.q = operand_k_major(shared_address(s.q) + warpgroup * (PANEL / 2));
+        w.k0 = operand_k_major(shared_address(s.k[0]));
+        w.v0 = operand_k_major(shared_address(s.v[0]));
+        if (warpgroup == 1) {
+            named_barrier_arrive(BARRIER_TURN + 0, 2 * WARPGROUP); /* the first turn is warpgroup 0's */
+        }
+        for (;;) {
+            int index = take_tile(s, tiles);
+            if (index >= a.tiles) {
+                break;
+            }
+            consume_tile(maps, a, s, rule, w, tile_of(a, index), warpgroup);
+        }
+        if (threadIdx.x % WARPGROUP == 0) {
+            tma_store_wait<0>();
+        }
+    }
+};
+
+/* Ones behind the 128 features of every V slot. */
+template <class LAYOUT> __device__ __forceinline__ void write_ones(typename LAYOUT::shared &s)
+{
+    for (int i = (int)threadIdx.x; i < LAYOUT::STAGES * 256; i += THREADS) {
+        *reinterpret_cast<uint32_t *>(s.v[i / 256] + PANEL + i % 256 * 4) = 0x38383838u;
+    }
+    fence_async_proxy();
+}
+
+template <enum code_kind KIND, bool SCORES8>
+static __global__ void __launch_bounds__(THREADS, 1)
+    fwd_codes_kernel(const __grid_constant__ struct fwd_maps maps, const __grid_constant__ struct fwd_args a,
+                     const __grid_constant__ struct mx_rule rule)
+{
+    using kernel = codes_kernel<KIND, SCORES8>;
+    extern __shared__ unsigned char shared_bytes[];
+    typename kernel::shared &s = *reinterpret_cast<typename kernel::shared *>(
+        shared_bytes + (1024 - shared_address(shared_bytes) % 1024) % 1024);
+    if (threadIdx.x == 0) {
+        open_barriers<typename kernel::layout>(s);
+    }
+    write_ones<typename kernel::layout>(s);
+    __syncthreads();
+    const int warpgroup = __shfl_sync(0xffffffffu, (int)threadIdx.x / WARPGROUP, 0);
+    if (warpgroup == 0) {
+        registers_lower<PRODUCER_REGISTERS>();
+        if (threadIdx.x == 0) {
+            produce<typename kernel::layout>(maps, a, s);
+        }
+    } else {
+        registers_raise<CONSUMER_REGISTERS>();
+        kernel::consume(maps, a, s, rule, warpgroup - 1);
+    }
+}
+
+/* ---- host -------------------------------------------------------------------------------------------------- */
+
+static struct mx_rule mx_rule_of(const struct attention_recipe *recipe)
+{
+    const bool amplitude = recipe->mx_rule == MX_NEAREST;
+    struct mx_rule rule;
+    rule.up = amplitude ? 0x1.2b8034p-1f : 2.0f; /* log2 1.5: above it the nearest power of two is the next one */
+    rule.lower = amplitude ? 0.0f : -2.0f;
+    rule.amplitude = amplitude ? 0x1.4ae00ep+1f : 0.0f; /* fl32(log2 6) */
+    rule.a = recipe->affine_a;
+    rule.b = recipe->affine_b;
+    return rule;
+}
+
+template <enum code_kind KIND, bool SCORES8>
+static void launch(const struct cuda *on, const struct fwd_maps &maps, const struct fwd_args &args,
+                   const struct mx_rule &rule)
+{
+    fwd_launch(on, fwd_codes_kernel<KIND, SCORES8>, sizeof(typename codes_kernel<KIND, SCORES8>::shared), maps, args,
+               rule);
+}
+
+template <bool SCORES8>
+static void launch_kind(const struct attention_fwd *a, const struct fwd_maps &maps, const struct fwd_args &args)
+{
+    const struct mx_rule rule = mx_rule_of(a->recipe);
+    if (a->recipe->pv == PV_FP8) {
+        launch<CODES_FP8, SCORES8>(a->cuda, maps, args, rule);
+    } else if (a->recipe->p_map == P_CODE_SPACE) {
+        launch<CODES_MX_CODE_SPACE, SCORES8>(a->cuda, maps, args, rule);
+    } else if (a->recipe->p_map == P_AFFINE) {
+        launch<CODES_MX_AFFINE, SCORES8>(a->cuda, maps, args, rule);
+    } else {
+        launch<CODES_MX_EXACT, SCORES8>(a->cuda, maps, args, rule);
+    }
+}
+
+/* Column view of V: (B Hkv, 128, padded tokens) bytes. */
+static CUtensorMap column_map(const struct cuda *on, const void *data, int64_t padded, int64_t heads)
+{
+    struct tensor_map_shape s = {};
+    s.data = data;
+    s.type = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+    s.rank = 3;
+    s.extent[0] = (uint64_t)padded;
+    s.extent[1] = TILE;
+    s.extent[2] = (uint64_t)heads;
+    s.stride[0] = (uint64_t)padded;
+    s.stride[1] = (uint64_t)padded * TILE;
+    s.box[0] = s.box[1] = TILE;
+    s.box[2] = 1;
+    s.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+    return tensor_map(on, &s);
+}
+
+/* Rows of E4M3: (B, heads, T, 128) bytes, contiguous. */
+static CUtensorMap row8_map(const struct cuda *on, const void *data, int64_t tokens, int64_t heads, int64_t batch)
+{
+    struct tensor_map_shape s = {};
+    s.data = data;
+    s.type = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+    s.rank = 4;
+    s.extent[0] = TILE;
+    s.extent[1] = (uint64_t)tokens;
+    s.extent[2] = (uint64_t)heads;
+    s.extent[3] = (uint64_t)batch;
+    s.stride[0] = TILE;
+    s.stride[1] = (uint64_t)tokens * TILE;
+    s.stride[2] = (uint64_t)(heads * tokens) * TILE;
+    s.box[0] = s.box[1] = TILE;
+    s.box[2] = s.box[3] = 1;
+    s.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+    return tensor_map(on, &s);
+}
+
+void attention_fwd_codes_sm90(const struct attention_fwd *a, const struct attention_operands_sm90 *x)
+{
+    const struct attention_shape *shape = &a->shape;
+    const bool scores8 = x->q8 != NULL;
+    const int64_t T = shape->tokens, B = shape->batch;
+    struct fwd_maps maps = {};
+    maps.q =
+        scores8 ? row8_map(a->cuda, x->q8, T, shape->heads, B) : head_map(a->cuda, &x->q, T, shape->heads, B, TILE);
+    maps.k = scores8 ? row8_map(a->cuda, x->k8, T, shape->kv_heads, B)
+                     : head_map(a->cuda, &x->k, T, shape->kv_heads, B, TILE);
+    maps.v = column_map(a->cuda, x->v_column, attention_padded_sm90(T), B * shape->kv_heads);
+    maps.out = head_map(a->cuda, &a->out, T, shape->heads, B, TILE / 2);
+    struct fwd_args args = fwd_args_of(a, scores8 ? 2 * TILE : 3 * TILE);
+    args.counter = x->counter;
+    args.v_inverse = x->v_inverse;
+    args.q_inverse = x->q_inverse;
+    args.k_inverse = x->k_inverse;
+    if (scores8) {
+        launch_kind<true>(a, maps, args);
+    } else {
+        launch_kind<false>(a, maps, args);
+    }
+}

@@ -1,0 +1,321 @@
+/* attention: what the Hopper forward kernels share (docs/numerics.md, section 5), D = 128.
+ *
+ * One block of 128 query rows of one head is a tile; a persistent grid takes tiles from a counter, longest first.
+ * Warpgroup 0 produces: one thread fetches tile numbers and issues all TMA. Warpgroups 1 and 2 own 64 rows each: scores
+ * of key block j + 1 and P V of block j are in flight together, and the softmax of one warpgroup runs under the
+ * products of the other (two named barriers order their turns). Keys run from the last block to the first, so that only
+ * the first block met needs a mask. */
+#pragma once
+
+#include "attention/sm90.cuh"
+
+enum {
+    TILE = 128, /* rows, keys, features */
+    WARPGROUP = 128,
+    THREADS = 3 * WARPGROUP,
+    CONSUMER_WARPS = 8,
+    PANEL = TILE * 128, /* bytes of 128 rows of 128 bytes */
+};
+
+/* Named barriers; + consumer warpgroup. */
+enum { BARRIER_TURN = 1, BARRIER_ROWS = 3 };
+
+/* Registers a thread: 40 + 2 x 232 = 504 = 3 x 168, what 384 threads may have. */
+enum { PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232 };
+
+struct fwd_maps {
+    CUtensorMap q, k, v, out;
+};
+
+struct fwd_args {
+    float *lse_log2;
+    unsigned int *counter;                          /* of tiles taken, beyond the first of each block */
+    const float *q_inverse, *k_inverse, *v_inverse; /* codes times these are values, per head; where there are codes */
+    float c;                                        /* base-2 score of q.k */
+    int tokens, heads, kv_heads, group, blocks, all_heads, section_heads, tiles;
+    bool causal;
+};
+
+/* Where things lie. SCORES8: Q and K are E4M3; CODES: V is E4M3, one column view of 128 features and a block of eight
+ * rows of ones below, which makes the product P V sum the codes of P too. Else BF16. */
+template <bool SCORES8, bool CODES> struct fwd_layout {
+    enum {
+        SCORE_BYTES = SCORES8 ? PANEL : 2 * PANEL,
+        VALUE_BYTES = CODES ? PANEL : 2 * PANEL,
+        VALUE_SLOT = CODES ? PANEL + 1024 : 2 * PANEL,
+        STAGES = CODES ? 3 : 2,
+    };
+    struct shared {
+        alignas(1024) unsigned char q[SCORE_BYTES], out[2 * PANEL], k[STAGES][SCORE_BYTES], v[STAGES][VALUE_SLOT];
+        uint64_t q_full, q_empty, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES], tile_full[2],
+            tile_empty[2];
+        int tile[2];
+    };
+};
+
+/* A tile; `head` counts (batch, query head). */
+struct fwd_tile {
+    int head, block;
+};
+
+/* Tiles run section by section of heads whose keys and values stay in L2, longest blocks first inside. */
+__device__ __forceinline__ struct fwd_tile tile_of(const struct fwd_args &a, int index)
+{
+    int per_section = a.section_heads * a.blocks, section = index / per_section, rest = index % per_section;
+    int first = section * a.section_heads, heads = min(a.section_heads, a.all_heads - first);
+    return {first + rest % heads, a.blocks - 1 - rest / heads};
+}
+
+__device__ __forceinline__ int key_blocks(const struct fwd_args &a, int block)
+{
+    return a.causal ? block + 1 : a.blocks;
+}
+
+/* A position in a ring of barriers. */
+struct ring {
+    int stage, parity;
+    __device__ __forceinline__ void next(int stages)
+    {
+        if (++stage == stages) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+__device__ __forceinline__ uint32_t at(const uint64_t &barrier)
+{
+    return shared_address(&barrier);
+}
+
+/* One arrival a warp. */
+__device__ __forceinline__ void release(uint32_t barrier)
+{
+    if (elect_one()) {
+        mbarrier_arrive(barrier);
+    }
+}
+
+template <class LAYOUT> __device__ __forceinline__ void open_barriers(typename LAYOUT::shared &s)
+{
+    mbarrier_init(at(s.q_full), 1);
+    mbarrier_init(at(s.q_empty), CONSUMER_WARPS);
+    for (int i = 0; i < LAYOUT::STAGES; i++) {
+        mbarrier_init(at(s.k_full[i]), 1);
+        mbarrier_init(at(s.v_full[i]), 1);
+        mbarrier_init(at(s.k_empty[i]), CONSUMER_WARPS);
+        mbarrier_init(at(s.v_empty[i]), CONSUMER_WARPS);
+    }
+    for (int i = 0; i < 2; i++) {
+        mbarrier_init(at(s.tile_full[i]), 1);
+        mbarrier_init(at(s.tile_empty[i]), CONSUMER_WARPS);
+    }
+    mbarriers_ready();
+}
+
+/* ---- producer ---------------------------------------------------------------------------------------------- */
+
+/* 128 rows of Q, K or (BF16) V. */
+template <int BYTES>
+__device__ __forceinline__ void load_rows(const void *to, const CUtensorMap *map, const uint64_t &barrier, int token,
+                                          int head, int batch)
+{
+    mbarrier_expect(at(barrier), BYTES);
+    tma_load_4d(shared_address(to), map, at(barrier), 0, token, head, batch);
+    if (BYTES == 2 * PANEL) {
+        tma_load_4d(shared_address(to) + PANEL, map, at(barrier), 64, token, head, batch);
+    }
+}
+
+template <class LAYOUT>
+__device__ __forceinline__ void produce_tile(const struct fwd_maps &maps, const struct fwd_args &a,
+                                             typename LAYOUT::shared &s, struct fwd_tile t, struct ring &kv)
+{
+    int batch = t.head / a.heads, head = t.head % a.heads, kv_head = head / a.group;
+    load_rows<LAYOUT::SCORE_BYTES>(s.q, &maps.q, s.q_full, t.block * TILE, head, batch);
+    for (int j = key_blocks(a, t.block) - 1; j >= 0; j--) {
+        mbarrier_wait(at(s.k_empty[kv.stage]), kv.parity);
+        load_rows<LAYOUT::SCORE_BYTES>(s.k[kv.stage], &maps.k, s.k_full[kv.stage], j * TILE, kv_head, batch);
+        mbarrier_wait(at(s.v_empty[kv.stage]), kv.parity);
+        if (LAYOUT::VALUE_BYTES == PANEL) {
+            mbarrier_expect(at(s.v_full[kv.stage]), PANEL);
+            tma_load_3d(shared_address(s.v[kv.stage]), &maps.v, at(s.v_full[kv.stage]), j * TILE, 0,
+                        batch * a.kv_heads + kv_head);
+        } else {
+            load_rows<2 * PANEL>(s.v[kv.stage], &maps.v, s.v_full[kv.stage], j * TILE, kv_head, batch);
+        }
+        kv.next(LAYOUT::STAGES);
+    }
+}
+
+/* One thread. */
+template <class LAYOUT>
+__device__ __forceinline__ void produce(const struct fwd_maps &maps, const struct fwd_args &a,
+                                        typename LAYOUT::shared &s)
+{
+    struct ring kv = {0, 1}, tiles = {0, 1};
+    int index = blockIdx.x, q_parity = 1;
+    for (;;) {
+        mbarrier_wait(at(s.tile_empty[tiles.stage]), tiles.parity);
+        s.tile[tiles.stage] = index;
+        mbarrier_arrive(at(s.tile_full[tiles.stage]));
+        tiles.next(2);
+        if (index >= a.tiles) {
+            return;
+        }
+        int next = (int)(atomicAdd(a.counter, 1u) + gridDim.x); /* its latency passes under the loads */
+        mbarrier_wait(at(s.q_empty), q_parity);
+        q_parity ^= 1;
+        produce_tile<LAYOUT>(maps, a, s, tile_of(a, index), kv);
+        index = next;
+    }
+}
+
+/* ---- consumers --------------------------------------------------------------------------------------------- */
+
+/* The next tile's number, or one >= a.tiles. */
+template <class SHARED> __device__ __forceinline__ int take_tile(SHARED &s, struct ring &tiles)
+{
+    mbarrier_wait(at(s.tile_full[tiles.stage]), tiles.parity);
+    int index = s.tile[tiles.stage];
+    __syncwarp();
+    release(at(s.tile_empty[tiles.stage]));
+    tiles.next(2);
+    return index;
+}
+
+/* score = Q K^T, 64 rows x 128 keys. */
+template <bool SCORES8> __device__ __forceinline__ void scores(float (&score)[64], uint64_t q, uint64_t k)
+{
+#pragma unroll
+    for (int step = 0; step < (SCORES8 ? 4 : 8); step++) {
+        uint32_t offset = (step / 4) * PANEL + (step % 4) * 32;
+        if (SCORES8) {
+            wgmma_e4m3<128>::ss(score, operand_advance(q, offset), operand_advance(k, offset), step > 0);
+        } else {
+            wgmma_bf16<128>::ss<0, 0>(score, operand_advance(q, offset), operand_advance(k, offset), step > 0);
+        }
+    }
+    wgmma_commit();
+}
+
+/* Row of the tile that h = 0 of this thread owns; h = 1 is 8 further. */
+__device__ __forceinline__ int own_row(int warpgroup)
+{
+    const int thread = threadIdx.x % WARPGROUP;
+    return 64 * warpgroup + thread / 32 * 16 + thread % 32 / 4;
+}
+
+/* Keys after the row (causal) and behind the end leave the maximum and the sum. first_key: of the block. */
+__device__ __forceinline__ void mask(float (&score)[64], const struct fwd_args &a, int row, int first_key)
+{
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        int visible = (a.causal ? min(row + 8 * h + 1, a.tokens) : a.tokens) - first_key - (int)threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int j = 0; j < 16; j++) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                float &s = score[4 * j + 2 * h + e];
+                s = 8 * j + e < visible ? s : -INFINITY;
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ float quad_max(float x)
+{
+    x = max_or_nan(x, __shfl_xor_sync(0xffffffffu, x, 1));
+    return max_or_nan(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x)
+{
+    x += __shfl_xor_sync(0xffffffffu, x, 1);
+    return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+/* Rows 64 x 128, times factor[h], in BF16 to `out` (two swizzled panels of 64 rows) and from there by TMA to the tile's
+ * rows. By a whole warpgroup; its thread 0 waits for the store before. */
+__device__ __forceinline__ void store_rows(const CUtensorMap *map, uint32_t out, const float *o,
+                                           const float (&factor)[2], const struct fwd_args &a, struct fwd_tile t,
+                                           int warpgroup)
+{
+    const int thread = threadIdx.x % WARPGROUP, lane = thread % 32;
+    if (thread == 0) {
+        tma_store_wait_read<0>();
+    }
+    named_barrier_sync(BARRIER_ROWS + warpgroup, WARPGROUP);
+    const int row = thread / 32 * 16 + lane % 16, half = lane / 16;
+#pragma unroll
+    for (int j = 0; j < 16; j += 2) {
+        uint32_t x[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float *d = o + 4 * (j + i / 2) + 2 * (i % 2);
+            x[i] = pack_bf16(d[0] * factor[i % 2], d[1] * factor[i % 2]);
+        }
+        stmatrix_x4(out + (j / 8) * (PANEL / 2) + swizzle_128(row, (j % 8 + half) * 16), x[0], x[1], x[2], x[3]);
+    }
+    fence_async_proxy();
+    named_barrier_sync(BARRIER_ROWS + warpgroup, WARPGROUP);
+    if (thread == 0) {
+        int batch = t.head / a.heads, head = t.head % a.heads, first = t.block * TILE + 64 * warpgroup;
+        tma_store_4d(map, out, 0, first, head, batch);
+        tma_store_4d(map, out + PANEL / 2, 64, first, head, batch);
+        tma_store_commit();
+    }
+}
+
+/* LSE2 of the thread's two rows. */
+__device__ __forceinline__ void store_lse(const struct fwd_args &a, struct fwd_tile t, int warpgroup,
+                                          const float (&lse)[2])
+{
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        int row = t.block * TILE + own_row(warpgroup) + 8 * h;
+        if (threadIdx.x % 4 == 0 && row < a.tokens) {
+            a.lse_log2[(int64_t)t.head * a.tokens + row] = lse[h];
+        }
+    }
+}
+
+/* ---- host -------------------------------------------------------------------------------------------------- */
+
+/* What follows from the shape; kv_bytes: of K and V as loaded, a token and kv head. */
+static inline struct fwd_args fwd_args_of(const struct attention_fwd *a, int64_t kv_bytes)
+{
+    const int64_t section_bytes = 32 << 20; /* of keys and values, that L2 keeps beside what streams */
+    const struct attention_shape *shape = &a->shape;
+    struct fwd_args args = {};
+    args.lse_log2 = a->lse_log2;
+    args.c = (float)((double)shape->softmax_scale * 1.44269504088896340736);
+    args.tokens = (int)shape->tokens;
+    args.heads = (int)shape->heads;
+    args.kv_heads = (int)shape->kv_heads;
+    args.group = args.heads / args.kv_heads;
+    args.blocks = (args.tokens + TILE - 1) / TILE;
+    args.all_heads = (int)(shape->batch * shape->heads);
+    const int64_t kv_heads = section_bytes / (shape->tokens * kv_bytes);
+    args.section_heads = (int)(kv_heads > 1 ? kv_heads : 1) * args.group;
+    args.section_heads = args.section_heads < args.all_heads ? args.section_heads : args.all_heads;
+    args.tiles = args.blocks * args.all_heads;
+    args.causal = shape->causal;
+    return args;
+}
+
+template <class... RULE>
+static inline void fwd_launch(const struct cuda *on, void (*kernel)(struct fwd_maps, struct fwd_args, RULE...),
+                              size_t shared, const struct fwd_maps &maps, const struct fwd_args &args, RULE... rule)
+{
+    const int bytes = (int)shared + 1024; /* the struct starts at a multiple of 1024 */
+    const int grid = args.tiles < on->multiprocessors ? args.tiles : on->multiprocessors;
+    if (args.tiles == 0) {
+        return;
+    }
+    cuda_note(on, "attention_fwd_sm90: shared memory",
+              (int)cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    cuda_zero(on, args.counter, sizeof *args.counter);
+    kernel<<<grid, THREADS, bytes, on->stream>>>(maps, args, rule...);
+    cuda_launched(on, "attention_fwd_sm90");
+}
