@@ -20,7 +20,6 @@
     X(MatmulPreferenceDestroy)                                                                                         \
     X(MatmulPreferenceSetAttribute)                                                                                    \
     X(MatmulAlgoGetHeuristic)                                                                                          \
-    X(MatmulAlgoCheck)                                                                                                 \
     X(Matmul)
 
 #define CUBLASLT_MEMBER(name) __typeof__(cublasLt##name) *name;
@@ -73,7 +72,7 @@ struct gemm_cuda_state {
     char device[256];
 };
 
-enum { GEMM_WORKSPACE_BYTES = 64 << 20 };
+enum { GEMM_WORKSPACE_BYTES = 64 << 20, GEMM_CANDIDATES = 8 };
 
 /* The choice of this shape, or NULL. */
 struct gemm_choice *gemm_choice_find(const struct gemm_cuda_state *state, const struct gemm_shape *shape);
@@ -85,3 +84,7 @@ MUST_CHECK enum status gemm_choice_add(struct gemm_cuda_state *state, const stru
 
 /* Takes back the choice added last. */
 void gemm_choice_drop(struct gemm_cuda_state *state);
+
+/* Algorithms for the choice's shape, in the order that the library expects to be best; returns how many. */
+int gemm_choice_propose(const struct gemm_cuda_state *state, const struct gemm_choice *c,
+                        cublasLtMatmulHeuristicResult_t results[GEMM_CANDIDATES]);

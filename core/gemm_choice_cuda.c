@@ -98,6 +98,51 @@ enum status gemm_choice_add(struct gemm_cuda_state *state, const struct gemm_sha
     return OK;
 }
 
+/* What proposals must keep to. Sums split over k: in FP32 in the workspace, never in the rounded output. */
+static bool set_limits(const struct cublaslt *lt, const struct gemm_shape *shape, cublasLtMatmulPreference_t preference)
+{
+    const uint64_t workspace = GEMM_WORKSPACE_BYTES;
+    const struct {
+        cublasLtMatmulPreferenceAttributes_t attribute;
+        uint32_t number;
+    } limits[] = {
+        {CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE},
+        {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, (uint32_t)shape->alignment},
+        {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, (uint32_t)shape->alignment},
+        {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)shape->alignment},
+        {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (uint32_t)shape->alignment},
+    };
+    bool good = lt->MatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace,
+                                                 sizeof workspace) == CUBLAS_STATUS_SUCCESS;
+    for (size_t i = 0; good && i < sizeof limits / sizeof limits[0]; i++) {
+        good = lt->MatmulPreferenceSetAttribute(preference, limits[i].attribute, &limits[i].number,
+                                                sizeof limits[i].number) == CUBLAS_STATUS_SUCCESS;
+    }
+    return good;
+}
+
+int gemm_choice_propose(const struct gemm_cuda_state *state, const struct gemm_choice *c,
+                        cublasLtMatmulHeuristicResult_t results[GEMM_CANDIDATES])
+{
+    const struct cublaslt *lt = &state->lt;
+    cublasLtMatmulPreference_t preference;
+    int count = 0, usable = 0;
+    memset(results, 0, GEMM_CANDIDATES * sizeof *results);
+    if (lt->MatmulPreferenceCreate(&preference) != CUBLAS_STATUS_SUCCESS) {
+        return 0;
+    }
+    bool good = set_limits(lt, &c->shape, preference) &&
+                lt->MatmulAlgoGetHeuristic(state->handle, c->product, c->a, c->b, c->c, c->c, preference,
+                                           GEMM_CANDIDATES, results, &count) == CUBLAS_STATUS_SUCCESS;
+    lt->MatmulPreferenceDestroy(preference);
+    for (int i = 0; good && i < count; i++) {
+        if (results[i].state == CUBLAS_STATUS_SUCCESS) {
+            results[usable++] = results[i];
+        }
+    }
+    return usable;
+}
+
 /* ---- the file ---- */
 
 static const char *const number_names[] = {
@@ -161,7 +206,21 @@ enum status gemm_cuda_save(const struct cuda *cuda, const char *path)
     return status;
 }
 
-/* Descriptors are made and the library asked before a choice from outside is believed. */
+/* The library does not check words that it did not make: an algorithm from outside is only believed if it is among
+ * those that are proposed here. */
+static bool is_proposed(const struct gemm_cuda_state *state, const struct gemm_choice *c,
+                        const cublasLtMatmulAlgo_t *algorithm)
+{
+    cublasLtMatmulHeuristicResult_t results[GEMM_CANDIDATES];
+    int count = gemm_choice_propose(state, c, results);
+    for (int i = 0; i < count; i++) {
+        if (memcmp(&results[i].algo, algorithm, sizeof *algorithm) == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
 static enum status take_choice(struct gemm_cuda_state *state, const char *path, const json_t *entry)
 {
     struct gemm_shape shape;
@@ -178,19 +237,15 @@ static enum status take_choice(struct gemm_cuda_state *state, const char *path, 
     if (added) {
         TRY(gemm_choice_add(state, &shape, &c));
     }
-    cublasLtMatmulHeuristicResult_t result;
-    bool valid = algorithm_from_text(text, &algorithm) &&
-                 state->lt.MatmulAlgoCheck(state->handle, c->product, c->a, c->b, c->c, c->c, &algorithm, &result) ==
-                     CUBLAS_STATUS_SUCCESS &&
-                 result.workspaceSize <= GEMM_WORKSPACE_BYTES;
-    if (!valid) {
+    if (!algorithm_from_text(text, &algorithm) || !is_proposed(state, c, &algorithm)) {
         if (added) {
             gemm_choice_drop(state);
         }
-        return status_fail(ERR_DATA,
-                           "%s: the algorithm of the product %ld x %ld x %ld is not one of cuBLASLt: the file is "
-                           "damaged; remove it, and products are chosen again",
-                           path, (long)shape.m, (long)shape.n, (long)shape.k);
+        return status_fail(
+            ERR_DATA,
+            "%s: the algorithm of the product %ld x %ld x %ld is not one of cuBLASLt's: remove the file, "
+            "and products are chosen again",
+            path, (long)shape.m, (long)shape.n, (long)shape.k);
     }
     c->algorithm = algorithm;
     c->timed = true;

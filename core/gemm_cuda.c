@@ -115,6 +115,7 @@ static void check_product(const struct gemm_cuda *g)
         ASSERT(!g->trans_a && g->trans_b && g->a_scale && g->b_scale);
         ASSERT((g->n | g->k | g->lda | g->ldb | g->ldc) % 16 == 0);
         ASSERT(((uintptr_t)g->a | (uintptr_t)g->b | (uintptr_t)g->c) % 16 == 0);
+        ASSERT(((uintptr_t)g->a_scale | (uintptr_t)g->b_scale) % 16 == 0);
     } else {
         ASSERT(g->a_type == DTYPE_BF16 && g->b_type == DTYPE_BF16 && !g->a_scale && !g->b_scale && !g->fast);
     }
@@ -167,57 +168,16 @@ static cublasStatus_t multiply(const struct cuda *cuda, const struct gemm_choice
 
 /* ---- the choice ---- */
 
-enum { CANDIDATES = 8 };
-
-static void set_number(const struct cublaslt *lt, cublasLtMatmulPreference_t preference,
-                       cublasLtMatmulPreferenceAttributes_t attribute, uint32_t number)
-{
-    cublasStatus_t status = lt->MatmulPreferenceSetAttribute(preference, attribute, &number, sizeof number);
-    ASSERT(status == CUBLAS_STATUS_SUCCESS);
-}
-
-/* Up to CANDIDATES algorithms in the order that the library expects to be best. Sums split over k: in FP32 in the
- * workspace, never in the rounded output. */
-static int propose(const struct gemm_cuda_state *state, const struct gemm_choice *c,
-                   cublasLtMatmulHeuristicResult_t results[CANDIDATES])
-{
-    const struct cublaslt *lt = &state->lt;
-    const uint64_t workspace = GEMM_WORKSPACE_BYTES;
-    const uint32_t alignment = (uint32_t)c->shape.alignment;
-    cublasLtMatmulPreference_t preference;
-    int count = 0, usable = 0;
-    if (lt->MatmulPreferenceCreate(&preference) != CUBLAS_STATUS_SUCCESS) {
-        return 0;
-    }
-    cublasStatus_t status = lt->MatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                                                             &workspace, sizeof workspace);
-    ASSERT(status == CUBLAS_STATUS_SUCCESS);
-    set_number(lt, preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
-    set_number(lt, preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment);
-    set_number(lt, preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment);
-    set_number(lt, preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment);
-    set_number(lt, preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment);
-    status = lt->MatmulAlgoGetHeuristic(state->handle, c->product, c->a, c->b, c->c, c->c, preference, CANDIDATES,
-                                        results, &count);
-    lt->MatmulPreferenceDestroy(preference);
-    for (int i = 0; status == CUBLAS_STATUS_SUCCESS && i < count; i++) {
-        if (results[i].state == CUBLAS_STATUS_SUCCESS) {
-            results[usable++] = results[i];
-        }
-    }
-    return usable;
-}
-
 /* The choice of a shape; a new one takes the first proposal. */
 static enum status choice_of(const struct cuda *cuda, const struct gemm_cuda *g, struct gemm_choice **choice)
 {
     struct gemm_cuda_state *state = cuda->gemm;
     struct gemm_shape shape = shape_of(g);
-    cublasLtMatmulHeuristicResult_t results[CANDIDATES];
+    cublasLtMatmulHeuristicResult_t results[GEMM_CANDIDATES];
     struct gemm_choice *c = gemm_choice_find(state, &shape);
     if (c == NULL) {
         TRY(gemm_choice_add(state, &shape, &c));
-        if (propose(state, c, results) == 0) {
+        if (gemm_choice_propose(state, c, results) == 0) {
             gemm_choice_drop(state);
             return status_fail(ERR_UNSUPPORTED, "matrix product of %ld x %ld x %ld: cuBLASLt %zu has no algorithm",
                                (long)g->m, (long)g->n, (long)g->k, state->lt.GetVersion());
@@ -227,6 +187,9 @@ static enum status choice_of(const struct cuda *cuda, const struct gemm_cuda *g,
     *choice = c;
     return OK;
 }
+
+/* The time of a candidate that is refused although it was proposed: it never wins. */
+#define NEVER_MS 1e30
 
 /* Milliseconds of one product, over enough of them to be well above what an event resolves. */
 static enum status time_product(const struct cuda *cuda, const struct gemm_choice *c,
@@ -240,8 +203,7 @@ static enum status time_product(const struct cuda *cuda, const struct gemm_choic
     }
     cuda_event_record(cuda, cuda->gemm->to);
     TRY(cuda_sync(cuda, "timing a matrix product"));
-    /* What the heuristic proposes may still be refused: such a candidate never wins. */
-    *ms = status == CUBLAS_STATUS_SUCCESS ? cuda_event_ms(cuda->gemm->from, cuda->gemm->to) / repeats : 1e30;
+    *ms = status == CUBLAS_STATUS_SUCCESS ? cuda_event_ms(cuda->gemm->from, cuda->gemm->to) / repeats : NEVER_MS;
     return OK;
 }
 
@@ -267,19 +229,23 @@ static enum status time_candidates(const struct cuda *cuda, const struct gemm_ch
 enum status gemm_cuda_plan(const struct cuda *cuda, const struct gemm_cuda *g)
 {
     struct gemm_choice *c = NULL;
-    cublasLtMatmulHeuristicResult_t results[CANDIDATES];
-    double ms[CANDIDATES];
+    cublasLtMatmulHeuristicResult_t results[GEMM_CANDIDATES];
+    double ms[GEMM_CANDIDATES];
     check_product(g);
     TRY(choice_of(cuda, g, &c));
     if (c->timed) {
         return OK;
     }
-    int count = propose(cuda->gemm, c, results), best = 0;
+    int count = gemm_choice_propose(cuda->gemm, c, results), best = 0;
     ASSERT(count > 0 && set_scales(&cuda->gemm->lt, c, g) == CUBLAS_STATUS_SUCCESS);
     TRY(time_candidates(cuda, c, results, count, g, ms));
     /* An earlier proposal stays unless a later one is clearly faster: choices then rarely hang on noise. */
     for (int i = 1; i < count; i++) {
         best = ms[i] < 0.98 * ms[best] ? i : best;
+    }
+    if (!(ms[best] < NEVER_MS)) {
+        return status_fail(ERR_UNSUPPORTED, "matrix product of %ld x %ld x %ld: cuBLASLt %zu refuses all %d algorithms",
+                           (long)g->m, (long)g->n, (long)g->k, cuda->gemm->lt.GetVersion(), count);
     }
     log_debug("matrix product %ld x %ld x %ld: candidate %d of %d, %.4f ms (the first: %.4f ms)", (long)g->m,
               (long)g->n, (long)g->k, best + 1, count, ms[best], ms[0]);

@@ -2,13 +2,13 @@
  *
  * C (m, n) = alpha op(A) (m, k) op(B) (k, n) + beta C, row-major, FP32 accumulation. BF16 operands in any orientation.
  * E4M3 and E5M2 with A as it lies and B transposed only, that is both with k contiguous; n, k and strides multiples of
- * 16, any m. Pointers of FP8 operands are multiples of 16 bytes; BF16 runs at full speed where pointers and strides
- * are.
+ * 16, any m. Pointers of FP8 products, scales too, are multiples of 16 bytes; BF16 runs at full speed where pointers
+ * and strides are.
  *
  * Each shape (sizes, strides, types, orientation, whether C is added to, alignment) has one algorithm: the first that
  * the library proposes, or once planned the fastest of several that were timed. It stays the same within a run and over
  * runs that read the choices back, so bits repeat; another choice may change the order of a sum. Sums split over k are
- * added in FP32 in a fixed order. */
+ * added in FP32 in a fixed order. A product that is added to C in BF16 may be rounded to BF16 before. */
 #pragma once
 
 #include "core/cuda.h"
@@ -42,6 +42,7 @@ MUST_CHECK enum status gemm_cuda_plan(const struct cuda *cuda, const struct gemm
 void gemm_cuda_plan_all(const struct cuda *cuda, bool on);
 
 /* The planned choices as a small JSON file, for the run folder and each checkpoint, and read back: a file of another
- * device or library version is ignored with a notice; ERR_DATA if it is damaged. */
+ * device or library version is ignored with a notice; ERR_DATA if it is damaged or names
+ * an algorithm that the library does not propose. */
 MUST_CHECK enum status gemm_cuda_save(const struct cuda *cuda, const char *path);
 MUST_CHECK enum status gemm_cuda_load(const struct cuda *cuda, const char *path);
