@@ -1,5 +1,13 @@
-/* model: what the kernels of FP8 and NVFP4 operands share. After core/cuda.cuh and the plain C headers. */
+/* model: what the kernels of FP8 and NVFP4 operands share, and amax_publish for kernels that write such operands. For
+ * .cu files only. */
 #pragma once
+
+extern "C" {
+#include "numerics/blocks.h"
+#include "numerics/formats.h"
+}
+
+#include "core/cuda.cuh"
 
 /* The larger magnitudes of two pairs of BF16: they order like their bits, NaN above Inf above all. */
 __device__ __forceinline__ uint32_t magnitude_max(uint32_t max, uint32_t pair)

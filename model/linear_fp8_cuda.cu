@@ -4,11 +4,8 @@
  * still in the L2 cache. */
 extern "C" {
 #include "model/linear_format.h"
-#include "numerics/blocks.h"
-#include "numerics/formats.h"
 }
 
-#include "core/cuda.cuh"
 #include "model/linear_cuda.cuh"
 
 enum { THREADS = 256, WARPS = THREADS / 32 };

@@ -2,12 +2,9 @@
  * numerics/formats.h, whose functions also compile for the GPU: bits equal the CPU's. */
 extern "C" {
 #include "model/linear_format.h"
-#include "numerics/blocks.h"
-#include "numerics/formats.h"
 #include "numerics/hadamard.h"
 }
 
-#include "core/cuda.cuh"
 #include "model/linear_cuda.cuh"
 
 enum { THREADS = 256 };
