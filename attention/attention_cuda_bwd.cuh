@@ -148,6 +148,13 @@ __device__ __forceinline__ float exp2_fast(float x)
     return y;
 }
 
+/* 2^-f of a row, f = LSE2 - floor(LSE2), rounded once: rows of few keys have f with which dO' falls on ties of E4M3,
+ * where the last bit decides. 1 where every code is zero. */
+__device__ __forceinline__ float bwd_fold(float lse)
+{
+    return lse == -CUDART_INF_F ? 1.0f : (float)exp2((double)(floorf(lse) - lse));
+}
+
 /* x (32 rows, 32 columns) = A B^T, A rows row0.. of a tile (rows, D), B rows col0.. of a tile (columns, D): scores from
  * Q and K, dP from dO' and V. */
 template <int D>

@@ -172,9 +172,7 @@ __device__ __forceinline__ void close_sums(const struct bwd_args &a, const struc
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     double x[BWD_SUMS] = {};
     if (row < a.tokens) {
-        const float lse = a.lse[rows + row];
-        const bool folded = a.p_codes && lse != -CUDART_INF_F;
-        const float fold = folded ? exp2f(floorf(lse) - lse) : 1.0f;
+        const float fold = a.p_codes ? bwd_fold(a.lse[rows + row]) : 1.0f;
         const double r = (double)(a.stat[rows + row] / fold);
         x[LEAK_ABS] = fabs(s.sum);
         x[DS_ABS] = s.abs;

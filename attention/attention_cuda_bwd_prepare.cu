@@ -230,7 +230,7 @@ static __global__ void attention_bwd_rows_kernel(const struct bwd_rows_args a)
         const float lse = row < a.tokens ? a.lse[at] : 0.0f;
         const bool lost = lse == -CUDART_INF_F; /* every code was zero: so are all gradients */
         const float n = lost ? 0.0f : floorf(lse);
-        const float fold = a.codes && !lost ? exp2f(n - lse) : 1.0f;
+        const float fold = a.codes ? bwd_fold(lse) : 1.0f;
         double dot = 0;
         if (mine) {
             float x[8], y[8], o[8] = {};
