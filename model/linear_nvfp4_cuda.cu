@@ -23,11 +23,11 @@ __device__ __forceinline__ block_scale block_scale_of(float amax, float g)
 }
 
 /* x g / scale, correctly rounded without a division for each element: the residual is exact and a scale has four bits,
- * so that a quotient is never nearer than 1/30 of a unit to where rounding changes. */
+ * so that a quotient is never nearer than 1/30 of a unit to where rounding changes. The sum would make -0 a +0. */
 __device__ __forceinline__ float in_units(float x, block_scale s)
 {
     float dividend = x * s.g, quotient = dividend * s.inverse;
-    return fmaf(fmaf(-quotient, s.scale, dividend), s.inverse, quotient);
+    return copysignf(fmaf(fmaf(-quotient, s.scale, dividend), s.inverse, quotient), dividend);
 }
 
 __device__ __forceinline__ float round_nearest(float x, block_scale s)
@@ -140,26 +140,39 @@ void linear_round_rows_cuda(const struct linear_values *a, const struct cuda *on
 
 /* ---- tiles of 16 x 16: a warp each, two lanes a row ---- */
 
-static __global__ void __launch_bounds__(THREADS) tiles_kernel(struct linear_values a)
+/* Tiles that a warp loads before it works on the first. */
+enum { WARP_TILES = 4, BLOCK_TILES = WARP_TILES * THREADS / 32 };
+
+/* The first element of this lane in a tile. */
+__device__ __forceinline__ int64_t tile_place(int64_t tile, int64_t cols, int lane)
+{
+    const int64_t across = cols / LINEAR_BLOCK;
+    return (tile / across * LINEAR_BLOCK + (lane >> 1)) * cols + tile % across * LINEAR_BLOCK + (lane & 1) * 8;
+}
+
+static __global__ void __launch_bounds__(THREADS) tiles_kernel(struct linear_values a, int64_t tiles)
 {
     const float amax = *a.amax, g = power_scale(amax, E2M1_MAX * UE4M3_MAX);
     const int lane = threadIdx.x & 31;
-    const int64_t across = a.cols / LINEAR_BLOCK, tiles = a.rows / LINEAR_BLOCK * across;
-    const int64_t tile = (int64_t)blockIdx.x * (THREADS / 32) + (threadIdx.x >> 5);
-    if (tile >= tiles) {
-        return;
-    }
-    const int64_t at =
-        (tile / across * LINEAR_BLOCK + (lane >> 1)) * a.cols + tile % across * LINEAR_BLOCK + (lane & 1) * 8;
-    float v[8];
-    bf16x8 x = bf16x8_load(a.x + at);
-    block_scale s = block_scale_of(warp_max(magnitude_of(x)), g);
-    bf16x8_unpack(x, v);
+    const int64_t first = (int64_t)blockIdx.x * BLOCK_TILES + (threadIdx.x >> 5) * WARP_TILES;
+    bf16x8 x[WARP_TILES];
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-        v[i] = round_nearest(v[i], s);
+    for (int t = 0; t < WARP_TILES; t++) {
+        x[t] = first + t < tiles ? bf16x8_load(a.x + tile_place(first + t, a.cols, lane)) : all_nan();
     }
-    bf16x8_store(a.y + at, is_broken(amax) ? all_nan() : bf16x8_pack(v));
+#pragma unroll
+    for (int t = 0; t < WARP_TILES; t++) {
+        float v[8];
+        block_scale s = block_scale_of(warp_max(magnitude_of(x[t])), g);
+        bf16x8_unpack(x[t], v);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            v[i] = round_nearest(v[i], s);
+        }
+        if (first + t < tiles) {
+            bf16x8_store(a.y + tile_place(first + t, a.cols, lane), is_broken(amax) ? all_nan() : bf16x8_pack(v));
+        }
+    }
 }
 
 void linear_round_tiles_cuda(const struct linear_values *a, const struct cuda *on)
@@ -167,7 +180,7 @@ void linear_round_tiles_cuda(const struct linear_values *a, const struct cuda *o
     check_values(a);
     ASSERT(a->rows % LINEAR_BLOCK == 0 && !a->random);
     const int64_t tiles = a->rows / LINEAR_BLOCK * (a->cols / LINEAR_BLOCK);
-    tiles_kernel<<<cuda_blocks(tiles, THREADS / 32), THREADS, 0, on->stream>>>(*a);
+    tiles_kernel<<<cuda_blocks(tiles, BLOCK_TILES), THREADS, 0, on->stream>>>(*a, tiles);
     cuda_launched(on, "linear NVFP4 tiles");
 }
 

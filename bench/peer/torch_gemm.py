@@ -37,7 +37,8 @@ def line(name, what, m, n, k, call):
 
 def normal(rows, cols, dtype=torch.bfloat16):
     x = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
-    return x if dtype == torch.bfloat16 else (x * 64).to(dtype)
+    scale = {torch.bfloat16: 1, torch.float8_e4m3fn: 64, torch.float8_e5m2: 8192}[dtype]
+    return (x * scale).to(dtype)
 
 
 def bf16_lines(name, m, out, width):
