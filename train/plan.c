@@ -150,8 +150,7 @@ void plan_advice(const struct config *config, const struct device *device, char 
 }
 
 /* The classes are the labels of the arenas that the run itself will carve, so the table cannot drift from the run. */
-static void print_memory(FILE *out, const struct config *config, const struct arena *arena, const struct arena *host,
-                         const struct device *device)
+static void print_memory(FILE *out, const struct config *config, const struct arena *arena, const struct device *device)
 {
     int64_t reserve = device->kind == DEVICE_CUDA ? DEVICE_RESERVE : 0;
     double need = (double)arena->high_water, have = (double)(device->memory_bytes - reserve);
@@ -162,7 +161,6 @@ static void print_memory(FILE *out, const struct config *config, const struct ar
     }
     print_bytes(out, "total", need);
     if (reserve > 0) {
-        print_bytes(out, "of the host", (double)host->high_water);
         fprintf(out, "  device: %s, %.2f GiB without %.0f GiB for the runtime and its libraries: ", device->name,
                 have / 0x1p30, (double)reserve / 0x1p30);
     } else {
@@ -259,7 +257,7 @@ enum status plan_print(const struct config *config, struct comm *comm, const str
         fprintf(out, "  %-12s %.4g GFLOP a token, forward and backward\n", "work", flops / 1e9);
         print_operators(out, config, device, variant);
         print_run(out, config, comm->size, device);
-        print_memory(out, config, &arena, &host, device);
+        print_memory(out, config, &arena, device);
         fflush(out);
     }
     param_list_close(&params);

@@ -66,6 +66,7 @@ static enum status describe(struct trainer *t, const struct config *config, stru
                                         .attention = config->attention,
                                         .recompute = config->recompute,
                                         .device = device->kind,
+                                        .unordered = config->run.deterministic == DETERMINISTIC_OFF,
                                         .grad_type = narrow ? DTYPE_BF16 : DTYPE_F32,
                                         .batch = samples_at_once(config, device),
                                         .tokens = config->data.seq_len,

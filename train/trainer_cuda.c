@@ -154,17 +154,21 @@ static void set_master(struct trainer *t, size_t at, size_t n)
     adamw_master_split_cuda(gpu->master_piece, t->state.weights + at, gpu->adamw.remainder + at, n, gpu->cuda);
 }
 
-/* Values take two thirds of the staging buffer; without a master their BF16 codes take the rest. */
+/* Values take two thirds of the staging buffer; without a master their BF16 codes take the rest. To measure step times
+ * the values of the first piece serve for all: eight billion random numbers would take longer than the measurement. */
 static enum status initialise_param(struct trainer *t, const struct param *p)
 {
     enum { PIECE = PIECE_BYTES / (sizeof(float) + sizeof(bf16)) / 256 * 256 };
     struct gpu *gpu = t->gpu;
     size_t elements = (size_t)(p->rows * p->cols);
+    bool timing = t->config->run.mode == MODE_STEP_TIME;
     float *values = gpu->staging;
     bf16 *codes = (bf16 *)(void *)(values + PIECE);
     for (size_t first = 0; first < elements; first += PIECE) {
         size_t n = elements - first < PIECE ? elements - first : PIECE, at = p->offset + first;
-        param_init(p, &t->config->model, (uint64_t)t->config->run.seed, first, n, values);
+        if (first == 0 || !timing) {
+            param_init(p, &t->config->model, (uint64_t)t->config->run.seed, first, n, values);
+        }
         if (gpu->adamw.remainder != NULL) {
             set_master(t, at, n);
         } else {

@@ -56,32 +56,40 @@ static void assert_same_end(const struct program *p, const char *a, const char *
 
 /* ---- against the CPU ---- */
 
-/* One study a device and format of the projections: every arm, evaluations included. */
+/* One study a device and format of the projections: every arm, evaluations included. The first update is compared
+ * closely. What training makes of its differences depends on the recipe: FP4 codes flip and a burst may come an update
+ * sooner; how much of that is the recipe's own, a second run on the CPU shows, whose learning rate is 1e-5 larger. */
 static void test_every_route_follows_the_cpu(void **state)
 {
+    static const char *const runs[][2] = {{"cpu", "--device.kind=cpu"},
+                                          {"near", "--device.kind=cpu --optim.lr=2.00002e-3"},
+                                          {"cuda", "--device.kind=cuda"}};
     struct program *p = *state;
     int failed = 0;
     for (int l = 0; l < LINEARS; l++) {
-        for (int gpu = 0; gpu < 2; gpu++) {
+        for (int r = 0; r < 3; r++) {
             EXITS(0, p,
                   program_train(p, 1,
                                 "--run.mode=study '--study.arms=configs/arms/*.toml' --run.steps=%d --run.out={}/%s_%s "
-                                "--linear.attn=%s --linear.mlp=%s --device.kind=%s",
-                                UPDATES, linears[l], gpu ? "cuda" : "cpu", linears[l], linears[l],
-                                gpu ? "cuda" : "cpu"));
+                                "--optim.lr=2e-3 --linear.attn=%s --linear.mlp=%s %s",
+                                UPDATES, linears[l], runs[r][0], linears[l], linears[l], runs[r][1]));
         }
         for (int a = 0; a < ARMS; a++) {
-            char cpu[128], cuda[128];
+            char cpu[128], near[128], cuda[128];
+            snprintf(near, sizeof near, "%s_near/%s/seed_1", linears[l], arms[a]);
             snprintf(cpu, sizeof cpu, "%s_cpu/%s/seed_1", linears[l], arms[a]);
             snprintf(cuda, sizeof cuda, "%s_cuda/%s/seed_1", linears[l], arms[a]);
             double start = difference(p, cpu, cuda, "loss", 1, 1), all = difference(p, cpu, cuda, "loss", 1, UPDATES),
                    val = difference(p, cpu, cuda, "val_loss", UPDATES, UPDATES),
                    norm = difference(p, cpu, cuda, "grad_norm", 1, 1) / metrics_value(p, cpu, 1, "grad_norm"),
-                   leak = difference(p, cpu, cuda, "row_leak", 1, 1);
-            bool wrong = !(start < 2e-3) || !(all < 5e-2) || !(val < 5e-2) || !(norm < 3e-2) || !(leak < 2e-2);
+                   leak = difference(p, cpu, cuda, "row_leak", 1, 1),
+                   own = difference(p, cpu, near, "loss", 1, UPDATES);
+            bool wrong = !(start < 1e-3) || !(norm < 1e-2) || !(leak < 1e-2) || !(all < 1e-2 + 5 * own) ||
+                         !(val < 1e-2 + 5 * own);
             failed += wrong;
-            print_message("%-8s %-20s loss: first %.2e, all %.2e, val %.2e; first norm %.2e, row leak %.2e%s\n",
-                          linears[l], arms[a], start, all, val, norm, leak, wrong ? "  WRONG" : "");
+            print_message("%-6s %-18s loss: first %.2e, all %.2e (cpu's own %.2e), val %.2e; first norm %.2e, row leak "
+                          "%.2e%s\n",
+                          linears[l], arms[a], start, all, own, val, norm, leak, wrong ? "  WRONG" : "");
         }
     }
     assert_int_equal(failed, 0);
