@@ -27,7 +27,8 @@ static void project_back(const struct pass *w, int layer, enum projection p, con
                                          .grad_type = m->options.grad_type,
                                          .accumulate = w->accumulate,
                                          .seed = m->options.seed,
-                                         .scratch = m->gpu->tool},
+                                         .scratch = m->gpu->tool,
+                                         .x_amax = model_amax_cuda(m, layer, p)},
                     m->options.cuda);
     model_group_close(m);
 }
@@ -138,7 +139,7 @@ static void recompute(const struct pass *w, int index)
         model_norm_cuda(w, layer->mlp_norm, k->middle, NULL, NULL, g->normed);
     }
     if (m->options.recompute != RECOMPUTE_NONE) {
-        model_gate_up_cuda(w, index);
+        model_gate_up_cuda(w, index, true);
     }
 }
 

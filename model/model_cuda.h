@@ -48,6 +48,8 @@ struct model_cuda {
                           final norm's lies here from forward to backward */
     bf16 *d;           /* (n, C): gradient of the residual stream */
     void *tool;        /* scratch of the operator that runs */
+    float *amax;       /* (L, PROJECTIONS): largest |x| of each product, small formats only: found in
+                          forward, known in backward */
     float *losses, *lse;              /* (n): of the head */
     int32_t *made_up;                 /* (2, n): tokens and targets of the warm-up */
     struct model_loss_row *loss_rows; /* (B) */
@@ -80,13 +82,20 @@ static inline bf16 *model_residual_cuda(const struct model *m, int layer)
     return m->gpu->residual + layer * m->gpu->rows * m->config.width;
 }
 
-/* Operators of a layer, shared by forward and backward (which recomputes). model_fwd_cuda.c */
+/* The largest |x| of a product, or NULL in BF16, which has no scale. */
+static inline float *model_amax_cuda(const struct model *m, int layer, enum projection p)
+{
+    return m->layers[layer].linear[p].format == LINEAR_BF16 ? NULL : m->gpu->amax + layer * PROJECTIONS + p;
+}
+
+/* Operators of a layer, shared by forward and backward, which recomputes: `again`, what was counted and measured in
+ * forward is not once more. model_fwd_cuda.c */
 void model_norm_cuda(const struct pass *w, size_t gain, const bf16 *x, const bf16 *branch, bf16 *sum, bf16 *y);
-void model_project_cuda(const struct pass *w, int layer, enum projection p, const bf16 *x, bf16 *y);
+void model_project_cuda(const struct pass *w, int layer, enum projection p, const bf16 *x, bf16 *y, bool again);
 void model_rotate_cuda(const struct pass *w, bf16 *x, int64_t stride, bool inverse);
-/* From normed (of the input) to branch; then from normed (of the middle) to gate_up. `again`: not counted. */
+/* From normed (of the input) to branch; then from normed (of the middle) to gate_up. */
 void model_attend_cuda(const struct pass *w, int layer, bool again);
-void model_gate_up_cuda(const struct pass *w, int layer);
+void model_gate_up_cuda(const struct pass *w, int layer, bool again);
 
 void model_backward_cuda(struct model *m, const struct model_backward *call);
 

@@ -2,6 +2,7 @@
 #include "core/cuda.h"
 #include "model/cross_entropy.h"
 #include "model/embedding.h"
+#include "model/linear_format.h"
 #include "model/model_cuda.h"
 #include "model/rmsnorm.h"
 #include "model/rope.h"
@@ -64,14 +65,18 @@ void model_norm_cuda(const struct pass *w, size_t gain, const bf16 *x, const bf1
     model_group_close(m);
 }
 
-void model_project_cuda(const struct pass *w, int layer, enum projection p, const bf16 *x, bf16 *y)
+void model_project_cuda(const struct pass *w, int layer, enum projection p, const bf16 *x, bf16 *y, bool again)
 {
     static const char *const names[PROJECTIONS] = {"qkv", "o", "gate_up", "down"};
     const struct model *m = w->m;
+    const struct linear *linear = &m->layers[layer].linear[p];
+    float *amax = model_amax_cuda(m, layer, p);
     model_group_open(m, names[p]);
+    if (amax && !again) {
+        linear_amax_cuda(x, w->n * linear->in, amax, m->options.cuda);
+    }
     linear_fwd_cuda(
-        &(struct linear_fwd){
-            .linear = &m->layers[layer].linear[p], .rows = w->n, .x = x, .y = y, .scratch = m->gpu->tool},
+        &(struct linear_fwd){.linear = linear, .rows = w->n, .x = x, .y = y, .scratch = m->gpu->tool, .x_amax = amax},
         m->options.cuda);
     model_group_close(m);
 }
@@ -138,7 +143,7 @@ void model_attend_cuda(const struct pass *w, int layer, bool again)
     const struct model_config *c = &m->config;
     const struct layer *x = &m->layers[layer];
     const struct kept *k = &m->gpu->kept[layer];
-    model_project_cuda(w, layer, PROJECTION_QKV, m->gpu->normed, k->qkv);
+    model_project_cuda(w, layer, PROJECTION_QKV, m->gpu->normed, k->qkv, again);
     model_group_open(m, "rope");
     if (c->qk_norm) {
         norm_heads(w, k, 0, c->heads, x->q_norm, k->q_inv);
@@ -149,12 +154,12 @@ void model_attend_cuda(const struct pass *w, int layer, bool again)
     model_group_open(m, "attention");
     attention(w, layer, again);
     model_group_close(m);
-    model_project_cuda(w, layer, PROJECTION_O, k->attended, m->gpu->branch);
+    model_project_cuda(w, layer, PROJECTION_O, k->attended, m->gpu->branch, again);
 }
 
-void model_gate_up_cuda(const struct pass *w, int layer)
+void model_gate_up_cuda(const struct pass *w, int layer, bool again)
 {
-    model_project_cuda(w, layer, PROJECTION_GATE_UP, w->m->gpu->normed, w->m->gpu->kept[layer].gate_up);
+    model_project_cuda(w, layer, PROJECTION_GATE_UP, w->m->gpu->normed, w->m->gpu->kept[layer].gate_up, again);
 }
 
 /* ---- forward --------------------------------------------------------------------------------------------------- */
@@ -172,11 +177,11 @@ static void layer_forward(const struct pass *w, int index)
     model_range_open(name);
     model_attend_cuda(w, index, false);
     model_norm_cuda(w, m->layers[index].mlp_norm, model_residual_cuda(m, index), g->branch, k->middle, g->normed);
-    model_gate_up_cuda(w, index);
+    model_gate_up_cuda(w, index, false);
     model_group_open(m, "swiglu");
     swiglu_fwd_cuda(k->gate_up, w->n, c->ffn, g->activated, m->options.cuda);
     model_group_close(m);
-    model_project_cuda(w, index, PROJECTION_DOWN, g->activated, g->branch);
+    model_project_cuda(w, index, PROJECTION_DOWN, g->activated, g->branch, false);
     model_norm_cuda(w, last ? m->final_norm : m->layers[index + 1].input_norm, k->middle, g->branch,
                     model_residual_cuda(m, index + 1), last ? g->hidden : g->normed);
     model_range_close();

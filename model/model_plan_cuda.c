@@ -190,6 +190,7 @@ static enum status take_cuda(struct model *m, struct arena *arena)
     g->branch = take_bf16(arena, "scratch", n * C);
     g->d = take_bf16(arena, "scratch", n * C);
     g->inv_rms = take_f32(arena, "scratch", n);
+    g->amax = take_f32(arena, "scratch", (int64_t)c->layers * PROJECTIONS);
     g->losses = take_f32(arena, "losses", n);
     g->lse = take_f32(arena, "losses", n);
     g->made_up = arena_take(arena, "losses", (size_t)(2 * n) * sizeof *g->made_up);

@@ -2,9 +2,12 @@
  *
  * Tolerances. Both models round the same values to BF16 at the same places and differ in the order of FP32 sums alone:
  * a sum that lands near the middle between two BF16 numbers rounds otherwise, by 2^-8 of itself, in a few of a hundred
- * elements; layers hand such differences on. In FP8 and NVFP4 an element near a boundary takes the next code, a step of
- * 2^-3 or 1/2 of itself, as rarely: the error is about the root of that share times the step. Leaving out or doubling
- * one term of any backward moves a tensor by more than .1 (tests/model/test_model_gradient.c). */
+ * elements, and layers hand such differences on: up to .02 of a tensor (measured: .001 to .012). In small formats an
+ * element near a boundary takes the next code, a step of 2^-3 or 1/2 of itself; that moves all of the next operand, and
+ * soon the difference is that of the format. How far roundings go in the model at hand the CPU says: the GPU may be as
+ * far from the CPU as the CPU from itself with an embedding that differs in last places. Weights are small there, so
+ * that this is little. Leaving out or doubling one term of any backward moves a tensor by more than .1
+ * (tests/model/test_model_gradient.c). */
 #include "tests/model/attention_host.h"
 #include "tests/model/check.h"
 #include "tests/model/fixture_cuda.h"
@@ -16,6 +19,7 @@
 
 enum { TOKENS = 48, SAMPLES = 2, VOCAB = 80 };
 static const float scale = 1.0f / 64;
+static const double bf16_limit = 0.02;
 static const enum linear_format formats[] = {LINEAR_BF16, LINEAR_NVFP4, LINEAR_FP8};
 enum { FORMATS = sizeof formats / sizeof *formats };
 static struct cuda *cuda;
@@ -155,9 +159,48 @@ static void expect_same(const struct gpu_fixture *f, const char *name, const cha
 
 /* ---- against the CPU ------------------------------------------------------------------------------------------- */
 
-/* limit: of the worst tensor's relative L2 error. */
-static void compare(const char *name, const struct model_config *c, const struct model_options *o, int64_t length,
-                    double limit)
+/* Weights of projections and head, in both models, times `factor`. */
+static void soften(struct fixture *cpu, struct gpu_fixture *gpu, float factor)
+{
+    for (int i = 0; i < cpu->params.count; i++) {
+        const struct param *p = &cpu->params.params[i];
+        for (size_t k = p->offset; k < p->offset + (size_t)(p->rows * p->cols); k++) {
+            if (p->kind != PARAM_NORM && p->kind != PARAM_EMBED) {
+                cpu->weights[k] = bf16_from_float(factor * bf16_to_float(cpu->weights[k]));
+            }
+        }
+    }
+    model_set_weights(cpu->model, cpu->weights);
+    cuda_upload(cuda, gpu->weights, cpu->weights, cpu->params.elements * sizeof *cpu->weights);
+    model_set_weights(gpu->model, gpu->weights);
+}
+
+/* How far the CPU's gradients move when a quarter of the embedding moves by one unit in the last place: what roundings
+ * of any origin become in this model. */
+static double sensitivity(struct fixture *cpu, const struct model_batch *batch)
+{
+    size_t bytes = cpu->params.elements * sizeof *cpu->grads;
+    float *before = malloc(bytes);
+    const struct param *embed = &cpu->params.params[0];
+    const char *tensor;
+    memcpy(before, cpu->grads, bytes);
+    for (int64_t i = 0; i < embed->rows * embed->cols; i++) {
+        bf16 *w = &cpu->weights[embed->offset + (size_t)i];
+        *w = (bf16)(*w + (i % 4 == 0));
+    }
+    model_set_weights(cpu->model, cpu->weights);
+    fixture_run(cpu, batch, scale, false);
+    double worst = worst_tensor(&cpu->params, cpu->grads, before, &tensor);
+    free(before);
+    return worst;
+}
+
+static bool is_quantised(const struct model_options *o)
+{
+    return o->linear.attn != LINEAR_BF16 || o->attention.pv != PV_BF16;
+}
+
+static void compare(const char *name, const struct model_config *c, const struct model_options *o, int64_t length)
 {
     struct fixture cpu;
     struct gpu_fixture gpu;
@@ -169,9 +212,11 @@ static void compare(const char *name, const struct model_config *c, const struct
         return;
     }
     fixture_open(&cpu, c, &cpu_options);
+    if (is_quantised(o)) {
+        soften(&cpu, &gpu, 0.2f);
+    }
     struct data d = data_make();
-    int64_t B = o->batch;
-    struct model_batch batch = batch_of(&d, 0, B, length);
+    struct model_batch batch = batch_of(&d, 0, o->batch, length);
     struct model_loss want = fixture_run(&cpu, &batch, scale, false);
     struct model_batch on_gpu = gpu_fixture_batch(&gpu, &batch, scale);
     gpu_fixture_run(&gpu, &on_gpu, false);
@@ -180,23 +225,23 @@ static void compare(const char *name, const struct model_config *c, const struct
     const char *tensor = "";
     double worst = worst_tensor(&gpu.params, grads, cpu.grads, &tensor);
     double loss = fabs(got.loss_sum - want.loss_sum) / want.loss_sum;
-    printf("%-44s loss %.1e  worst gradient %.2e %s\n", name, loss, worst, tensor);
+    double limit = bf16_limit + (is_quantised(o) ? sensitivity(&cpu, &batch) : 0);
+    printf("%-44s loss %.1e  worst gradient %.1e of %.1e %s (%s)\n", name, loss, worst, limit, tensor,
+           o->variant ? o->variant->name : gpu.options.variant->name);
     expect(got.valid == want.valid, name, "count of targets");
     expect(loss < limit / 10, name, "loss");
     expect(worst < limit, name, "gradient");
-    struct param_list *params = &gpu.params;
-    for (size_t i = 0, end = 0; i < (size_t)params->count; i++) { /* gaps are zeros */
-        for (size_t k = end; k < params->params[i].offset; k++) {
+    for (size_t i = 0, end = 0; i < (size_t)gpu.params.count; i++) { /* gaps are zeros */
+        const struct param *p = &gpu.params.params[i];
+        for (size_t k = end; k < p->offset; k++) {
             expect(grads[k] == 0, name, "gap");
         }
-        end = params->params[i].offset + (size_t)(params->params[i].rows * params->params[i].cols);
+        end = p->offset + (size_t)(p->rows * p->cols);
     }
     free(grads);
     fixture_close(&cpu);
     gpu_fixture_close(&gpu);
 }
-
-static const double limits[] = {[LINEAR_BF16] = 0.02, [LINEAR_FP8] = 0.04, [LINEAR_NVFP4] = 0.10};
 
 /* One sample: the meanings are the same in every format. */
 static void test_gradients_are_those_of_the_cpu(void **state)
@@ -214,7 +259,7 @@ static void test_gradients_are_those_of_the_cpu(void **state)
             o.grad_type = k == 1 || k == 2 ? DTYPE_BF16 : DTYPE_F32;
             snprintf(name, sizeof name, "%s%s%s%s", linear_format_names[format], c.tied ? " tied" : "",
                      c.qk_norm ? " qk_norm" : "", o.grad_type == DTYPE_BF16 ? " grads bf16" : "");
-            compare(name, &c, &o, TOKENS, limits[format]);
+            compare(name, &c, &o, TOKENS);
         }
     }
     finish();
@@ -227,7 +272,7 @@ static void test_odd_lengths_and_batches(void **state)
     struct model_config c = gpu_config();
     for (int64_t B = 1; B <= SAMPLES; B++) {
         struct model_options o = gpu_options(B);
-        compare(B == 1 ? "37 of 48 tokens" : "37 of 48 tokens, 2 samples", &c, &o, 37, limits[LINEAR_BF16]);
+        compare(B == 1 ? "37 of 48 tokens" : "37 of 48 tokens, 2 samples", &c, &o, 37);
     }
     finish();
 }
@@ -254,7 +299,7 @@ static void test_routes_of_the_gpus_attention(void **state)
                 }
                 snprintf(name, sizeof name, "attention %s, D %d, linear %s", pv_format_names[routes[r]], c.head_dim,
                          linear_format_names[format]);
-                compare(name, &c, &o, TOKENS, limits[format] + (r > 0 ? 0.05 : 0));
+                compare(name, &c, &o, TOKENS);
             }
         }
     }
@@ -334,7 +379,7 @@ static void test_a_batch_is_near_the_sum_of_its_samples(void **state)
     double worst = worst_tensor(&one.params, apart, together, &tensor);
     printf("two samples at once or accumulated: loss %.1e, worst gradient %.2e %s\n",
            fabs(whole.loss_sum / sum.loss_sum - 1), worst, tensor);
-    expect(worst < limits[LINEAR_BF16], "two samples", "gradient");
+    expect(worst < bf16_limit, "two samples", "gradient");
     expect(whole.valid == sum.valid && fabs(whole.loss_sum / sum.loss_sum - 1) < 2e-3, "two samples", "loss");
     free(together);
     free(apart);
@@ -544,8 +589,12 @@ static void test_shapes_the_gpu_refuses(void **state)
 
 #define GPU_TEST(name) cmocka_unit_test_setup_teardown(name, open_cuda, close_cuda)
 
-int main(void)
+/* An argument: only the tests whose names match, as test_odd*. */
+int main(int argc, char **argv)
 {
+    if (argc > 1) {
+        cmocka_set_test_filter(argv[1]);
+    }
     setvbuf(stdout, NULL, _IOLBF, 0);
     use_threads(1);
     const struct CMUnitTest tests[] = {
