@@ -10,6 +10,7 @@
 
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum { PATH_BYTES = CONFIG_PATH + 64, STEP_TIMES_MAX = 1 << 14 };
 
@@ -38,14 +39,35 @@ static enum status open_log(const struct config *config, const struct comm *comm
     return config_dump(config, path);
 }
 
+/* What runs otherwise on a GPU than on the CPU. */
+static void report_gpu(const struct trainer *t)
+{
+    const struct linear_recipe *linear = &t->config->linear;
+    bool nvfp4 = linear->attn == LINEAR_NVFP4 || linear->mlp == LINEAR_NVFP4;
+    bool scaled = linear->attn != LINEAR_BF16 || linear->mlp != LINEAR_BF16;
+    long long at_once = (long long)t->config->data.micro_batch;
+    log_info("GPU %d: %lld sequences at once, %s, sums %s", t->device->ordinal, at_once,
+             t->config->graphs ? "as graphs" : "without graphs",
+             t->options.unordered ? "in any order (run.deterministic = off)" : "in a fixed order");
+    if (nvfp4) {
+        log_info("linear nvfp4: emulated: exact values, multiplied in BF16");
+    }
+    if (scaled && at_once > 1) {
+        log_info("linear: scales of activations and gradients span the %lld sequences of a micro-batch", at_once);
+    }
+}
+
 /* What a reader of the log must know about every later number: size, place, formats, data, rules. */
 static void report_start(const struct trainer *t)
 {
     char recipe[512];
     attention_recipe_print(&t->config->attention, recipe, sizeof recipe);
-    log_info("run %s: %zu parameters, %.2f GiB a rank, %d ranks, %d threads each, on %s", t->config->run.name,
+    log_info("run %s: %zu parameters, %.2f GiB a rank, %d ranks, %d threads each, on %s%s", t->config->run.name,
              t->params.parameters, (double)t->arena.high_water / 0x1p30, t->comm->size, t->device->threads,
-             t->device->name);
+             t->device->name, strcmp(t->config->device, "auto") == 0 ? " (device.kind = auto)" : "");
+    if (t->device->kind == DEVICE_CUDA) {
+        report_gpu(t);
+    }
     bool plain = t->config->attention.qk == QK_BF16 && t->config->attention.pv == PV_BF16;
     bool cpu = t->device->kind == DEVICE_CPU;
     log_info("attention %s%s: %s", t->options.variant->name,

@@ -185,6 +185,8 @@ enum status gpu_gradients(struct trainer *t, struct step_result *r, struct step_
             plant_fault(t, r->update);
         }
     }
+    /* Some kilobytes, made by the kernels in any case: every update has them, since the watch counts what is not
+     * finite. */
     cuda_copy(gpu->cuda, results.stats, model_stats(t->model), (size_t)t->config->model.layers * sizeof *results.stats);
     nvtxRangePushA("sum over ranks, norm");
     comm_nccl_sum(gpu->nccl, gpu->grads, t->options.grad_type, t->params.elements);

@@ -119,6 +119,12 @@ enum status step_time_run(const struct config *config, struct comm *comm, const 
             printf("%-10s %12.2f %12.2f %12.2f %7.1f%%\n", step_phase_names[p], times.median[p], times.p10[p],
                    times.p90[p], 100 * times.median[p] / times.median[PHASE_STEP]);
         }
+        printf("linear attn %s, mlp %s; %lld sequences at once, recompute %s; master %s, moments %s, gradients %s%s\n",
+               linear_format_names[config->linear.attn], linear_format_names[config->linear.mlp],
+               (long long)(device->kind == DEVICE_CPU ? 1 : config->data.micro_batch),
+               recompute_names[config->recompute], config->optim.master_fp32 ? "fp32" : "none",
+               config->optim.moments_bf16 ? "bf16" : "fp32", config->optim.grads_bf16 ? "bf16" : "fp32",
+               config->optim.stochastic_rounding ? ", stochastic rounding" : "");
         print_rates(config, comm, device, &times);
     }
     return OK;

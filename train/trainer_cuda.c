@@ -313,12 +313,11 @@ enum status gpu_warm_up(struct trainer *t)
     }
     enum status status = OK;
     if (t->comm->rank == 0) {
-        bool write = given[0] != '\0' && access(given, F_OK) != 0;
         status = choose(t, given);
         if (status == OK && own[0] != '\0') {
             status = gemm_cuda_save(gpu->cuda, own);
         }
-        if (status == OK && write) {
+        if (status == OK && given[0] != '\0') { /* with what it did not have */
             status = gemm_cuda_save(gpu->cuda, given);
         }
     }

@@ -146,6 +146,70 @@ static void test_what_is_saved_comes_back(void **state)
     content_close(&loaded);
 }
 
+/* Memory of a device, played by an array that only get and put reach. */
+static unsigned char through[1 << 12];
+
+static enum status store_get(const struct checkpoint_tensor *tensor, uint64_t offset, size_t n)
+{
+    assert_true(n <= sizeof through && offset % dtype_bytes(tensor->dtype) == 0 && n % dtype_bytes(tensor->dtype) == 0);
+    memcpy(through, (unsigned char *)tensor->data + offset, n);
+    return OK;
+}
+
+static enum status store_put(const struct checkpoint_tensor *tensor, uint64_t offset, size_t n)
+{
+    assert_true(n <= sizeof through && offset % dtype_bytes(tensor->dtype) == 0 && n % dtype_bytes(tensor->dtype) == 0);
+    memcpy((unsigned char *)tensor->data + offset, through, n);
+    return OK;
+}
+
+static enum status store_breaks(const struct checkpoint_tensor *tensor, uint64_t offset, size_t n)
+{
+    (void)offset;
+    (void)n;
+    return status_fail(ERR_DEVICE, "no answer for %s", tensor->name);
+}
+
+/* Piece by piece, across extents: the same files, and what was saved comes back. */
+static void test_tensors_behind_a_store(void **state)
+{
+    (void)state;
+    static const struct checkpoint_store store = {sizeof through, through, store_get, store_put};
+    static const struct checkpoint_store broken = {sizeof through, through, store_breaks, store_breaks};
+    struct content plain, behind, loaded;
+    const size_t bytes[] = {LARGE, 2 * SMALL, 2 * 17 * 59, 4 * SMALL, 4 * SMALL};
+    content_open(&plain, LARGE, "healthy", 3);
+    content_open(&behind, LARGE, "healthy", 3);
+    content_open(&loaded, LARGE, "healthy", 4);
+    for (int i = 0; i < 5; i++) {
+        behind.tensors[i].store = loaded.tensors[i].store = &store;
+    }
+    behind.content.gemm_json = scratch_path(folder, "gemm.json");
+    scratch_write(behind.content.gemm_json, "{}", 2);
+    assert_int_equal(checkpoint_save(folder, 1, &alone, &plain.content), OK);
+    assert_int_equal(checkpoint_save(folder, 2, &alone, &behind.content), OK);
+    assert_int_equal(checkpoint_verify(scratch_path(folder, "step_00000002")), OK);
+    assert_int_equal(scratch_size(step_file(2, "train_state/gemm.json")), 2);
+    assert_int_equal(scratch_size(step_file(1, "train_state/gemm.json")), -1);
+    char command[512];
+    snprintf(command, sizeof command,
+             "cd %s && cmp step_00000001/model.safetensors step_00000002/model.safetensors && "
+             "cmp step_0000000[12]/train_state/optimizer.safetensors",
+             folder);
+    assert_int_equal(system(command), 0);
+    assert_int_equal(checkpoint_load(scratch_path(folder, "step_00000001"), &loaded.content), OK);
+    for (int i = 0; i < 5; i++) {
+        assert_int_equal(memcmp(plain.data[i], loaded.data[i], bytes[i] + 1), 0);
+        behind.tensors[i].store = &broken;
+    }
+    assert_int_equal(checkpoint_save(folder, 3, &alone, &behind.content), ERR_DEVICE);
+    assert_int_equal(checkpoint_load(scratch_path(folder, "step_00000002"), &behind.content), ERR_DEVICE);
+    assert_int_equal(found_step(), 2);
+    content_close(&plain);
+    content_close(&behind);
+    content_close(&loaded);
+}
+
 /* Ranks as threads. */
 struct ranks {
     int size;
@@ -565,6 +629,7 @@ int main(void)
 #define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
     const struct CMUnitTest tests[] = {
         TEST(test_what_is_saved_comes_back),
+        TEST(test_tensors_behind_a_store),
         TEST(test_any_number_of_ranks_writes_the_same_bytes),
         TEST(test_one_failing_rank_fails_all_and_harms_nothing),
         TEST(test_a_step_saved_again_replaces_the_old_one),

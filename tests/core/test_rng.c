@@ -113,6 +113,23 @@ static void test_normals_have_the_moments_of_a_normal(void **state)
     assert_true(abs(beyond3 - 2831) < 265);
 }
 
+/* Any first element and any length: the bits of one call an element. */
+static void test_many_normals_are_the_single_ones(void **state)
+{
+    (void)state;
+    float values[64];
+    for (uint64_t first = 0; first < 9; first++) {
+        for (int64_t n = 0; n < 20; n++) {
+            values[n] = 77.0f;
+            rng_normals(5, 6, first, n, values);
+            for (int64_t i = 0; i < n; i++) {
+                assert_true(values[i] == rng_normal(5, 6, first + (uint64_t)i));
+            }
+            assert_true(values[n] == 77.0f);
+        }
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -122,6 +139,7 @@ int main(void)
         cmocka_unit_test(test_order_of_evaluation_does_not_matter),
         cmocka_unit_test(test_uniforms_fill_the_interval_and_stay_below_one),
         cmocka_unit_test(test_normals_have_the_moments_of_a_normal),
+        cmocka_unit_test(test_many_normals_are_the_single_ones),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
