@@ -2,15 +2,16 @@
  * attention_fwd_sm90.cuh for the shape of the work.
  *
  * FP8 products keep about 14 bits in their running sum: every block of 128 keys is multiplied into registers of its own
- * and added in FP32, in the multiply-add that the moving anchor needs anyway. Column 128 of the product is the sum of
- * the codes: V's tile has a row of ones. */
+ * and added in FP32, in the multiply-add that the moving anchor needs anyway. Columns 128 to 135 of the product are
+ * sums of the codes, of one key in eight each: an alignment of products to the largest one, which is what drops small
+ * codes beside a large one, then touches one sum in eight. */
 #include "attention/attention_fwd_codes_sm90.cuh"
 
 extern "C" {
 #include "attention/attention_sm90.h"
 }
 
-/* Sums of one tile: O and L relative to 2^(anchor - lift). */
+/* Sums of one tile relative to 2^(anchor - lift): O, and the thread's share of L. */
 struct code_sums {
     float o[64], l[2];
 };
@@ -35,14 +36,14 @@ __device__ __forceinline__ void accumulate(struct code_sums &sums, const float (
     for (int i = 0; i < 64; i++) {
         sums.o[i] = fmaf(sums.o[i], factor[i / 2 % 2], block[i]);
     }
-    sums.l[0] = fmaf(sums.l[0], factor[0], block[64]);
-    sums.l[1] = fmaf(sums.l[1], factor[1], block[66]);
+    sums.l[0] = fmaf(sums.l[0], factor[0], block[64] + block[65]);
+    sums.l[1] = fmaf(sums.l[1], factor[1], block[66] + block[67]);
 }
 
 /* Where a consumer stands in the rings, and its operands. */
 struct consumer {
     struct ring k, v;
-    int q_parity;
+    int tiles; /* taken before the present one */
     uint64_t q, k0, v0;
 };
 
@@ -59,8 +60,9 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
         float inverse[2], lse[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            inverse[h] = v_inverse / sums.l[h];
-            lse[h] = r.anchor[h] + (log2f(sums.l[h]) - lift);
+            const float l = quad_sum(sums.l[h]);
+            inverse[h] = v_inverse / l;
+            lse[h] = r.anchor[h] + (log2f(l) - lift);
         }
         store_lse(a, t, warpgroup, lse);
         store_rows(&maps.out, shared_address(s.out) + warpgroup * PANEL, sums.o, inverse, a, t, warpgroup);
@@ -83,9 +85,8 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
         float score[64], block[68], factor[2];
         uint32_t p[16];
         struct code_sums sums = {};
-        struct code_rows r = {{-INFINITY, -INFINITY}, {0, 0}};
-        mbarrier_wait(at(s.q_full), w.q_parity);
-        w.q_parity ^= 1;
+        struct code_rows r = {{-INFINITY, -INFINITY}, {}, {}};
+        mbarrier_wait(at(s.q_full), w.tiles & 1);
         mbarrier_wait(at(s.k_full[w.k.stage]), w.k.parity);
         wgmma_fence();
         scores<SCORES8>(score, w.q, operand_advance(w.k0, w.k.stage * layout::SCORE_BYTES));
@@ -96,8 +97,8 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
         if (a.causal || a.tokens % TILE != 0) {
             mask(score, a, t.block * TILE + own_row(warpgroup), (n - 1) * TILE);
         }
-        codes_of<KIND>(score, r, c, rule);
-        codes_pack<KIND>(score, p);
+        codes_anchor<KIND>(score, r, c, rule);
+        codes_make<KIND>(score, r, c, rule, p);
         if (n > 1) {
             mbarrier_wait(at(s.k_full[w.k.stage]), w.k.parity);
         }
@@ -115,7 +116,7 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
             w.k.next(layout::STAGES);
             factor[0] = r.factor[0];
             factor[1] = r.factor[1];
-            codes_of<KIND>(score, r, c, rule);
+            codes_anchor<KIND>(score, r, c, rule);
             /* Here, not at the head of the loop: the branch keeps ptxas from moving the wait for P V up. */
             if (j + 1 < n) {
                 mbarrier_wait(at(s.k_full[w.k.stage]), w.k.parity);
@@ -126,7 +127,7 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
             release(at(s.v_empty[w.v.stage]));
             w.v.next(layout::STAGES);
             accumulate(sums, block, factor);
-            codes_pack<KIND>(score, p);
+            codes_make<KIND>(score, r, c, rule, p);
         }
         release(at(s.q_empty));
         mbarrier_wait(at(s.v_full[w.v.stage]), w.v.parity);
@@ -144,7 +145,6 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
     static __device__ __forceinline__ void consume(const struct fwd_maps &maps, const struct fwd_args &a, shared &s,
                                                    const struct mx_rule &rule, int warpgroup)
     {
-        struct ring tiles = {0, 0};
         struct consumer w = {{0, 0}, {0, 0}, 0, 0, 0, 0};
         w.q = operand_k_major(shared_address(s.q) + warpgroup * (PANEL / 2));
         w.k0 = operand_k_major(shared_address(s.k[0]));
@@ -152,8 +152,8 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
         if (warpgroup == 1) {
             named_barrier_arrive(BARRIER_TURN + 0, 2 * WARPGROUP); /* the first turn is warpgroup 0's */
         }
-        for (;;) {
-            int index = take_tile(s, tiles);
+        for (;; w.tiles++) {
+            int index = take_tile(s, w.tiles);
             if (index >= a.tiles) {
                 break;
             }
@@ -165,11 +165,14 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
     }
 };
 
-/* Ones behind the 128 features of every V slot. */
+/* The eight rows behind the 128 features of every V slot. Their pattern repeats every 8 bytes, so the swizzle, which
+ * moves 16 bytes at a time, does not matter. */
 template <class LAYOUT> __device__ __forceinline__ void write_ones(typename LAYOUT::shared &s)
 {
     for (int i = (int)threadIdx.x; i < LAYOUT::STAGES * 256; i += THREADS) {
-        *reinterpret_cast<uint32_t *>(s.v[i / 256] + PANEL + i % 256 * 4) = 0x38383838u;
+        const int word = i % 256, row = word / 32;
+        const uint32_t ones = word % 2 == row / 4 ? 0x38u << row % 4 * 8 : 0;
+        *reinterpret_cast<uint32_t *>(s.v[i / 256] + PANEL + word * 4) = ones;
     }
     fence_async_proxy();
 }

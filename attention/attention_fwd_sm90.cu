@@ -84,7 +84,7 @@ __device__ __forceinline__ void close_tile(const struct fwd_maps &maps, const st
 /* Where a consumer stands in the rings, and its operands. */
 struct consumer {
     struct ring k, v;
-    int q_parity;
+    int tiles; /* taken before the present one */
     uint64_t q, k0, v0;
 };
 
@@ -95,8 +95,7 @@ __device__ __forceinline__ void consume_tile(const struct fwd_maps &maps, const 
     float score[64], o[64] = {}, factor[2];
     uint32_t p[32];
     struct rows_state r = {{-INFINITY, -INFINITY}, {0, 0}};
-    mbarrier_wait(at(s.q_full), w.q_parity);
-    w.q_parity ^= 1;
+    mbarrier_wait(at(s.q_full), w.tiles & 1);
     mbarrier_wait(at(s.k_full[w.k.stage]), w.k.parity);
     wgmma_fence();
     scores<false>(score, w.q, operand_advance(w.k0, w.k.stage * layout::SCORE_BYTES));
@@ -155,7 +154,6 @@ __device__ __forceinline__ void consume_tile(const struct fwd_maps &maps, const 
 __device__ __forceinline__ void consume(const struct fwd_maps &maps, const struct fwd_args &a, layout::shared &s,
                                         int warpgroup)
 {
-    struct ring tiles = {0, 0};
     struct consumer w = {{0, 0}, {0, 0}, 0, 0, 0, 0};
     w.q = operand_k_major(shared_address(s.q) + warpgroup * (PANEL / 2));
     w.k0 = operand_k_major(shared_address(s.k[0]));
@@ -163,8 +161,8 @@ __device__ __forceinline__ void consume(const struct fwd_maps &maps, const struc
     if (warpgroup == 1) {
         named_barrier_arrive(BARRIER_TURN + 0, 2 * WARPGROUP); /* the first turn is warpgroup 0's */
     }
-    for (;;) {
-        int index = take_tile(s, tiles);
+    for (;; w.tiles++) {
+        int index = take_tile(s, w.tiles);
         if (index >= a.tiles) {
             break;
         }

@@ -20,8 +20,8 @@ enum {
 /* Named barriers; + consumer warpgroup. */
 enum { BARRIER_TURN = 1, BARRIER_ROWS = 3 };
 
-/* Registers a thread: 40 + 2 x 232 = 504 = 3 x 168, what 384 threads may have. */
-enum { PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232 };
+/* Registers a thread: 24 + 2 x 240 = 504 = 3 x 168, what 384 threads may have. */
+enum { PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240 };
 
 struct fwd_maps {
     CUtensorMap q, k, v, out;
@@ -36,8 +36,8 @@ struct fwd_args {
     bool causal;
 };
 
-/* Where things lie. SCORES8: Q and K are E4M3; CODES: V is E4M3, one column view of 128 features and a block of eight
- * rows of ones below, which makes the product P V sum the codes of P too. Else BF16. */
+/* Where things lie. SCORES8: Q and K are E4M3; CODES: V is E4M3, one column view of 128 features and eight rows below
+ * that make the product P V sum the codes of P too: row r has ones at positions r modulo 8. Else BF16. */
 template <bool SCORES8, bool CODES> struct fwd_layout {
     enum {
         SCORE_BYTES = SCORES8 ? PANEL : 2 * PANEL,
@@ -58,12 +58,22 @@ struct fwd_tile {
     int head, block;
 };
 
+/* n / d and n % d for 0 <= n < 2^24 and d > 0, in few registers: the producer has 24. */
+__device__ __forceinline__ int divide(int n, int d, int &rest)
+{
+    int q = (int)__fdividef((float)n, (float)d);
+    rest = n - q * d;
+    int under = rest < 0 ? 1 : 0, over = rest >= d ? 1 : 0;
+    rest += (under - over) * d;
+    return q - under + over;
+}
+
 /* Tiles run section by section of heads whose keys and values stay in L2, longest blocks first inside. */
 __device__ __forceinline__ struct fwd_tile tile_of(const struct fwd_args &a, int index)
 {
-    int per_section = a.section_heads * a.blocks, section = index / per_section, rest = index % per_section;
-    int first = section * a.section_heads, heads = min(a.section_heads, a.all_heads - first);
-    return {first + rest % heads, a.blocks - 1 - rest / heads};
+    int rest, head, section = divide(index, a.section_heads * a.blocks, rest), first = section * a.section_heads;
+    int turn = divide(rest, min(a.section_heads, a.all_heads - first), head);
+    return {first + head, a.blocks - 1 - turn};
 }
 
 __device__ __forceinline__ int key_blocks(const struct fwd_args &a, int block)
@@ -131,8 +141,9 @@ template <class LAYOUT>
 __device__ __forceinline__ void produce_tile(const struct fwd_maps &maps, const struct fwd_args &a,
                                              typename LAYOUT::shared &s, struct fwd_tile t, struct ring &kv)
 {
-    int batch = t.head / a.heads, head = t.head % a.heads, kv_head = head / a.group;
+    int head, in_group, batch = divide(t.head, a.heads, head), kv_head = divide(head, a.group, in_group);
     load_rows<LAYOUT::SCORE_BYTES>(s.q, &maps.q, s.q_full, t.block * TILE, head, batch);
+#pragma unroll 1 /* fewer registers */
     for (int j = key_blocks(a, t.block) - 1; j >= 0; j--) {
         mbarrier_wait(at(s.k_empty[kv.stage]), kv.parity);
         load_rows<LAYOUT::SCORE_BYTES>(s.k[kv.stage], &maps.k, s.k_full[kv.stage], j * TILE, kv_head, batch);
@@ -153,19 +164,18 @@ template <class LAYOUT>
 __device__ __forceinline__ void produce(const struct fwd_maps &maps, const struct fwd_args &a,
                                         typename LAYOUT::shared &s)
 {
-    struct ring kv = {0, 1}, tiles = {0, 1};
-    int index = blockIdx.x, q_parity = 1;
-    for (;;) {
-        mbarrier_wait(at(s.tile_empty[tiles.stage]), tiles.parity);
-        s.tile[tiles.stage] = index;
-        mbarrier_arrive(at(s.tile_full[tiles.stage]));
-        tiles.next(2);
+    struct ring kv = {0, 1};
+    int index = (int)blockIdx.x;
+#pragma unroll 1
+    for (int count = 0;; count++) { /* tiles before this one */
+        mbarrier_wait(at(s.tile_empty[count & 1]), (count >> 1 & 1) ^ 1);
+        s.tile[count & 1] = index;
+        mbarrier_arrive(at(s.tile_full[count & 1]));
         if (index >= a.tiles) {
             return;
         }
         int next = (int)(atomicAdd(a.counter, 1u) + gridDim.x); /* its latency passes under the loads */
-        mbarrier_wait(at(s.q_empty), q_parity);
-        q_parity ^= 1;
+        mbarrier_wait(at(s.q_empty), (count & 1) ^ 1);
         produce_tile<LAYOUT>(maps, a, s, tile_of(a, index), kv);
         index = next;
     }
@@ -173,14 +183,13 @@ __device__ __forceinline__ void produce(const struct fwd_maps &maps, const struc
 
 /* ---- consumers --------------------------------------------------------------------------------------------- */
 
-/* The next tile's number, or one >= a.tiles. */
-template <class SHARED> __device__ __forceinline__ int take_tile(SHARED &s, struct ring &tiles)
+/* Number of the tile after `count` others, or one >= a.tiles. */
+template <class SHARED> __device__ __forceinline__ int take_tile(SHARED &s, int count)
 {
-    mbarrier_wait(at(s.tile_full[tiles.stage]), tiles.parity);
-    int index = s.tile[tiles.stage];
+    mbarrier_wait(at(s.tile_full[count & 1]), count >> 1 & 1);
+    int index = s.tile[count & 1];
     __syncwarp();
-    release(at(s.tile_empty[tiles.stage]));
-    tiles.next(2);
+    release(at(s.tile_empty[count & 1]));
     return index;
 }
 
@@ -260,7 +269,7 @@ __device__ __forceinline__ void store_rows(const CUtensorMap *map, uint32_t out,
     fence_async_proxy();
     named_barrier_sync(BARRIER_ROWS + warpgroup, WARPGROUP);
     if (thread == 0) {
-        int batch = t.head / a.heads, head = t.head % a.heads, first = t.block * TILE + 64 * warpgroup;
+        int head, batch = divide(t.head, a.heads, head), first = t.block * TILE + 64 * warpgroup;
         tma_store_4d(map, out, 0, first, head, batch);
         tma_store_4d(map, out + PANEL / 2, 64, first, head, batch);
         tma_store_commit();
