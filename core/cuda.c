@@ -51,12 +51,12 @@ static bool has_kernels(int capability)
     return capability == 90 || capability == 100 || capability == 103;
 }
 
-bool device_cuda_usable(void)
+bool device_cuda_usable(int ordinal)
 {
     struct cudaDeviceProp properties;
     int count = 0;
-    bool found = cudaGetDeviceCount(&count) == cudaSuccess && count > 0 &&
-                 cudaGetDeviceProperties(&properties, 0) == cudaSuccess;
+    bool found = cudaGetDeviceCount(&count) == cudaSuccess && ordinal < count &&
+                 cudaGetDeviceProperties(&properties, ordinal) == cudaSuccess;
     (void)cudaGetLastError(); /* a machine without a GPU is no error here */
     return found && has_kernels(10 * properties.major + properties.minor);
 }

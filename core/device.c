@@ -70,8 +70,9 @@ static enum status gpu_open(struct device *device, int ordinal)
     return OK;
 }
 #else
-static bool device_cuda_usable(void)
+bool device_cuda_usable(int ordinal)
 {
+    (void)ordinal;
     return false;
 }
 
@@ -88,7 +89,7 @@ enum status device_open(struct device *device, const char *kind, int ordinal)
     if (strcmp(kind, "cuda") == 0) {
         return gpu_open(device, ordinal);
     }
-    if (strcmp(kind, "auto") == 0 && device_cuda_usable()) {
+    if (strcmp(kind, "auto") == 0 && device_cuda_usable(ordinal)) {
         return gpu_open(device, ordinal);
     }
     if (strcmp(kind, "cpu") == 0 || strcmp(kind, "auto") == 0) {

@@ -17,7 +17,7 @@ struct device {
     double peak_flops;    /* dense BF16 FLOP/s by the vendor's datasheet; 0 where none is known (CPUs) */
 };
 
-/* `kind` is auto, cpu or cuda; auto takes a GPU where this build has kernels for one, else the CPU. `ordinal`: which
+/* `kind` is auto, cpu or cuda; auto takes a GPU where device_cuda_usable, else the CPU. `ordinal`: which
  * GPU of the machine, if it is one. Fails with ERR_UNSUPPORTED when this build or machine lacks what was asked for. */
 MUST_CHECK enum status device_open(struct device *device, const char *kind, int ordinal);
 
@@ -25,7 +25,5 @@ MUST_CHECK enum status device_open(struct device *device, const char *kind, int 
  * that this build has kernels for; ERR_DEVICE if the runtime breaks. */
 MUST_CHECK enum status device_cuda_query(struct device *gpu, int ordinal);
 
-#if WITH_CUDA
-/* Is there a GPU that device_cuda_query would accept as number 0? Says nothing. */
-bool device_cuda_usable(void);
-#endif
+/* Is there a GPU of that number that this build has kernels for? Says nothing. */
+bool device_cuda_usable(int ordinal);

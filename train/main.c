@@ -135,6 +135,18 @@ static enum status run_mode(const struct config *config, struct comm *comm, cons
     return ERR_CONFIG;
 }
 
+/* auto is one decision of all ranks: GPUs if there is one for each. */
+static enum status open_device(struct device *device, const struct config *config, struct comm *comm)
+{
+    const char *kind = config->device;
+    int64_t lacks = !device_cuda_usable(comm->local_rank);
+    if (strcmp(kind, "auto") == 0) {
+        TRY(comm_max_i64(comm, &lacks, 1));
+        kind = lacks ? "cpu" : "cuda";
+    }
+    return ranks_agree(comm, device_open(device, kind, comm->local_rank));
+}
+
 /* Everything is checked before anything is allocated or written; --dry-run ends where the run would begin. */
 static enum status run(struct comm *comm, struct config *config, int argc, char **argv)
 {
@@ -142,7 +154,7 @@ static enum status run(struct comm *comm, struct config *config, int argc, char 
     struct device device;
     TRY(ranks_agree(comm, read_config(config, argc, argv, &arguments)));
     comm->timeout_s = config->timeout_s;
-    TRY(ranks_agree(comm, device_open(&device, config->device, comm->local_rank)));
+    TRY(open_device(&device, config, comm));
     TRY(ranks_agree(comm, plan_check(config, comm->size, &device)));
     TRY(ranks_agree(comm, check_same_config(config, comm)));
     if (arguments.dry_run) {

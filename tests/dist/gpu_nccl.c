@@ -1,56 +1,18 @@
 /* NCCL behind dist: one rank is a no-op; two ranks, where there are two GPUs, add exactly, repeat, agree, and do not
  * wait for ever. Ranks are two processes joined by a socket, so that no MPI is needed; CUDA starts after the fork. */
 #include "core/cuda.h"
-#include "core/log.h"
 #include "core/rng.h"
-#include "dist/comm_backend.h"
 #include "dist/comm_nccl.h"
+#include "tests/dist/sockets.h"
 #include "tests/test.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/socket.h>
-#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
 enum { ELEMENTS = 3000001, BUCKET = 1 << 20 }; /* several buckets, the last one short */
-
-static int peer_socket;
-
-static enum status socket_send(const struct comm *comm, const struct comm_message *m)
-{
-    (void)comm;
-    for (size_t done = 0; done < m->n;) {
-        ssize_t n = write(peer_socket, (const char *)m->bytes + done, m->n - done);
-        if (n <= 0) {
-            return status_fail_errno(ERR_COMM, m->call, "the other process is gone");
-        }
-        done += (size_t)n;
-    }
-    return OK;
-}
-
-static enum status socket_recv(const struct comm *comm, const struct comm_message *m)
-{
-    (void)comm;
-    for (size_t done = 0; done < m->n;) {
-        ssize_t n = read(peer_socket, (char *)m->bytes + done, m->n - done);
-        if (n <= 0) {
-            return status_fail_errno(ERR_COMM, m->call, "the other process is gone");
-        }
-        done += (size_t)n;
-    }
-    return OK;
-}
-
-static void socket_close(void)
-{
-    close(peer_socket);
-}
-
-static const struct comm_backend socket_backend = {"socket", socket_send, socket_recv, socket_close, _exit};
 
 /* Element i of rank r: whole numbers that BF16 holds, so that any order of sums is exact. */
 static float whole_number(int rank, size_t i)
@@ -161,64 +123,22 @@ static int role_lost(struct comm *comm)
     return status == ERR_COMM && named && time(NULL) - start < 8 ? 0 : 2;
 }
 
-/* Both ranks in processes of their own: this one must not have touched CUDA. Returns the worst exit status. */
-static int run_two(int (*role)(struct comm *))
-{
-    int pair[2], worst = 0;
-    assert_int_equal(socketpair(AF_UNIX, SOCK_STREAM, 0, pair), 0);
-    for (int rank = 0; rank < 2; rank++) {
-        if (fork() == 0) {
-            struct comm comm = {
-                .rank = rank, .size = 2, .local_rank = rank, .timeout_s = 60, .backend = &socket_backend};
-            peer_socket = pair[rank];
-            close(pair[!rank]);
-            _exit(role(&comm));
-        }
-    }
-    close(pair[0]);
-    close(pair[1]);
-    for (int rank = 0; rank < 2; rank++) {
-        int status;
-        assert_true(wait(&status) > 0);
-        int code = WIFEXITED(status) ? WEXITSTATUS(status) : 100;
-        worst = code > worst ? code : worst;
-    }
-    return worst;
-}
-
-/* Asks in a child, for the same reason. */
-static bool has_two_gpus(void)
-{
-    int status;
-    if (fork() == 0) {
-        struct device gpu;
-        log_set_level((enum log_level)(LOG_ERROR + 1));
-        _exit(device_cuda_query(&gpu, 1) == OK ? 0 : 1);
-    }
-    assert_true(wait(&status) > 0);
-    bool two = WIFEXITED(status) && WEXITSTATUS(status) == 0;
-    if (!two) {
-        print_message("one GPU: the test of two ranks is skipped\n");
-    }
-    return two;
-}
-
 static void test_two_ranks_add(void **state)
 {
     (void)state;
-    if (!has_two_gpus()) {
+    if (!sockets_two_gpus()) {
         skip();
     }
-    assert_int_equal(run_two(role_sums), 0);
+    assert_int_equal(sockets_run(role_sums), 0);
 }
 
 static void test_a_lost_rank_ends_the_wait(void **state)
 {
     (void)state;
-    if (!has_two_gpus()) {
+    if (!sockets_two_gpus()) {
         skip();
     }
-    assert_int_equal(run_two(role_lost), 0);
+    assert_int_equal(sockets_run(role_lost), 0);
 }
 
 /* Last: from here on this process has CUDA. */

@@ -61,9 +61,9 @@ static void assert_same_end(const struct program *p, const char *a, const char *
  * sooner; how much of that is the recipe's own, a second run on the CPU shows, whose learning rate is 1e-5 larger. */
 static void test_every_route_follows_the_cpu(void **state)
 {
-    static const char *const runs[][2] = {{"cpu", "--device.kind=cpu"},
+    static const char *const runs[][2] = {{"cpu", "--device.kind=cpu --optim.lr=2e-3"},
                                           {"near", "--device.kind=cpu --optim.lr=2.00002e-3"},
-                                          {"cuda", "--device.kind=cuda"}};
+                                          {"cuda", "--device.kind=cuda --optim.lr=2e-3"}};
     struct program *p = *state;
     int failed = 0;
     for (int l = 0; l < LINEARS; l++) {
@@ -71,7 +71,7 @@ static void test_every_route_follows_the_cpu(void **state)
             EXITS(0, p,
                   program_train(p, 1,
                                 "--run.mode=study '--study.arms=configs/arms/*.toml' --run.steps=%d --run.out={}/%s_%s "
-                                "--optim.lr=2e-3 --linear.attn=%s --linear.mlp=%s %s",
+                                "--linear.attn=%s --linear.mlp=%s %s",
                                 UPDATES, linears[l], runs[r][0], linears[l], linears[l], runs[r][1]));
         }
         for (int a = 0; a < ARMS; a++) {
@@ -173,8 +173,11 @@ static void test_checkpoints_move_between_devices(void **state)
     }
 }
 
+/* FP8 scales span what runs at once; NVFP4's gradients are rounded at random besides, by other random numbers, so that
+ * later updates agree like those of two seeds. */
 static void test_micro_batches_follow_each_other(void **state)
 {
+    static const double later[LINEARS] = {5e-2, 1e-1, 3e-1};
     struct program *p = *state;
     for (int micro = 1; micro <= 4; micro *= 2) {
         for (int l = 0; l < LINEARS; l++) {
@@ -187,7 +190,7 @@ static void test_micro_batches_follow_each_other(void **state)
                 char one[32], more[32];
                 snprintf(one, sizeof one, "micro_1_%s", linears[l]);
                 snprintf(more, sizeof more, "micro_%d_%s", micro, linears[l]);
-                check_follows(p, one, more, 1, 5e-2);
+                check_follows(p, one, more, 1, later[l]);
             }
         }
     }
