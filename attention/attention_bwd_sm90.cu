@@ -94,13 +94,14 @@ static __global__ void __launch_bounds__(256) finish_kernel(struct bwd8_plan pla
 enum {
     ROWS_K = BWD_KEYS * BWD_FEATURES * 2, /* bytes of K or V */
     ROWS_Q = BWD_TILE * 2,                /* bytes of a tile of Q or dO */
+    DS_BYTES = BWD_QUERIES * BWD_KEYS * 2,
     AT_K = 0,
     AT_V = AT_K + ROWS_K,
     AT_Q = AT_V + ROWS_K,
     AT_DO = AT_Q + BWD_STAGES * ROWS_Q,
     AT_DS =
         AT_DO + BWD_STAGES * ROWS_Q, /* two buffers of 64 queries x 128 keys, a panel of 64 keys for each warpgroup */
-    AT_STATS = AT_DS + 2 * BWD_QUERIES * BWD_KEYS * 2,
+    AT_STATS = AT_DS + BWD_DS_BUFFERS * DS_BYTES,
     AT_BARRIERS = AT_STATS + BWD_STAGES * BWD_STATISTICS * 4,
     SHARED_BYTES = AT_BARRIERS + BARRIERS * 8 + 1024, /* 1024: to align the base */
 };
@@ -124,6 +125,7 @@ static __device__ void load(const struct bwd_plan &p, const struct unit &u, cons
     struct walk w = walk_start(p, u, ordered);
     struct ring r = {0, 1};
     const int n = walk_length(p, u);
+#pragma unroll 1 /* few registers here */
     for (int i = 0; i < n; i++) {
         mbarrier_wait(barrier_at(s, EMPTY + r.stage), r.parity);
         const uint32_t barrier = barrier_at(s, FULL + r.stage);
@@ -133,7 +135,7 @@ static __device__ void load(const struct bwd_plan &p, const struct unit &u, cons
             tma_load_4d(s.base + AT_Q + to, &m.q, barrier, half * 64, w.tile * BWD_QUERIES, w.head, u.batch);
             tma_load_4d(s.base + AT_DO + to, &m.dout, barrier, half * 64, w.tile * BWD_QUERIES, w.head, u.batch);
         }
-        const int64_t at = ((int64_t)u.batch * p.heads + w.head) * p.tiles + w.tile;
+        const int64_t at = w.at;
         bulk_load(s.base + AT_STATS + r.stage * BWD_STATISTICS * 4, p.stats + at * BWD_STATISTICS, BWD_STATISTICS * 4,
                   barrier);
         walk_next(p, u, w);
@@ -160,16 +162,6 @@ static __device__ __forceinline__ void accumulate(float (&sum)[64], const uint32
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         wgmma_bf16<128>::rs<1>(sum, x + 4 * k, operand_advance(b, k * 2048), 1);
-    }
-    wgmma_commit();
-}
-
-/* sum (64 keys x 128) += dS^T (64 keys x 64 queries, stored with keys innermost) times the rows of b. */
-static __device__ __forceinline__ void accumulate_dk(float (&sum)[64], uint64_t ds, uint64_t b)
-{
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-        wgmma_bf16<128>::ss<1, 1>(sum, operand_advance(ds, k * 2048), operand_advance(b, k * 2048), 1);
     }
     wgmma_commit();
 }
@@ -215,6 +207,7 @@ static __device__ __forceinline__ void compute(const struct bwd_plan &p, const s
     }
     struct walk w = walk_start(p, u, ORDERED);
     struct ring r = {0, 0};
+    int at = 0; /* the tile before */
     mbarrier_wait(barrier_at(s, KEYS), 0);
     mbarrier_wait(barrier_at(s, FULL), 0);
     wgmma_fence();
@@ -247,32 +240,33 @@ static __device__ __forceinline__ void compute(const struct bwd_plan &p, const s
         wgmma_pin(px);
         wgmma_fence();
         accumulate(dv, px, operand_mn_major(dout, ROWS_Q / 2));
-        wgmma_wait<1>();
+        wgmma_wait<0>();
         wgmma_pin(y);
-        const uint32_t ds = (i & 1) * (BWD_QUERIES * BWD_KEYS * 2);
+        wgmma_pin(px);
+        uint32_t dsx[16];
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const float2 row = stats[BWD_QUERIES / 2 + 4 * j];
+            dsx[2 * j] = pack_bf16(x[4 * j] * (y[4 * j] - row.x), x[4 * j + 1] * (y[4 * j + 1] - row.y));
+            dsx[2 * j + 1] = pack_bf16(x[4 * j + 2] * (y[4 * j + 2] - row.x), x[4 * j + 3] * (y[4 * j + 3] - row.y));
+        }
+        const uint32_t ds = ds_at + i % BWD_DS_BUFFERS * DS_BYTES;
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            uint32_t d[4];
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const int j = 8 * k + 4 * h;
-                const float2 row = stats[BWD_QUERIES / 2 + j];
-                d[2 * h] = pack_bf16(x[j] * (y[j] - row.x), x[j + 1] * (y[j + 1] - row.y));
-                d[2 * h + 1] = pack_bf16(x[j + 2] * (y[j + 2] - row.x), x[j + 3] * (y[j + 3] - row.y));
-            }
-            stmatrix_x4_transposed(ds_at + ds + k * 2048, d[0], d[1], d[2], d[3]);
+            stmatrix_x4_transposed(ds + k * 2048, dsx[4 * k], dsx[4 * k + 1], dsx[4 * k + 2], dsx[4 * k + 3]);
         }
-        fence_async_proxy();
-        wgmma_pin(y);
+        ds_written(s, i);
+        wgmma_pin(dsx);
         wgmma_pin(x);
-        named_barrier_sync(BARRIER_DS, 256);
+        wgmma_pin(y);
         wgmma_fence();
-        accumulate_dk(dk, operand_mn_major(s.base + AT_DS + ds + wg * 8192, 0), operand_mn_major(q, ROWS_Q / 2));
-        product_dq(y, operand_k_major(s.base + AT_DS + ds), k_half);
-        const int64_t at = ((int64_t)u.batch * p.heads + w.head) * p.tiles + w.tile;
-        const int stage = r.stage;
-        walk_next(p, u, w);
+        accumulate(dk, dsx, operand_mn_major(q, ROWS_Q / 2));
+        const int stage = r.stage, before = (i + BWD_DS_BUFFERS - 1) % BWD_DS_BUFFERS;
         ring_next(r);
+        if (i > 0) {
+            ds_wait(s, i - 1);
+        }
+        product_dq(y, operand_k_major(s.base + AT_DS + before * DS_BYTES), k_half); /* not of tile -1 */
         if (i + 1 < n) {
             mbarrier_wait(barrier_at(s, FULL + r.stage), r.parity);
         }
@@ -280,14 +274,23 @@ static __device__ __forceinline__ void compute(const struct bwd_plan &p, const s
         product_transposed(x, k_rows, operand_k_major(s.base + AT_Q + r.stage * ROWS_Q));
         wgmma_wait<1>();
         wgmma_pin(y);
-        wgmma_pin(px);
+        wgmma_pin(dsx);
         __syncwarp();
         if (lane == 0) {
             mbarrier_arrive(barrier_at(s, EMPTY + stage));
         }
-        add_dq<ORDERED>(p, s, at, wg, i, y);
+        if (i > 0) {
+            add_dq<ORDERED>(p, s, at, wg, i - 1, y);
+        }
+        at = w.at;
+        walk_next(p, u, w);
     }
+    ds_wait(s, n - 1);
+    wgmma_fence();
+    product_dq(y, operand_k_major(s.base + AT_DS + (n - 1) % BWD_DS_BUFFERS * DS_BYTES), k_half);
     wgmma_wait<0>();
+    wgmma_pin(y);
+    add_dq<ORDERED>(p, s, at, wg, n - 1, y);
     wgmma_pin(x);
     wgmma_pin(dk);
     wgmma_pin(dv);
@@ -307,7 +310,7 @@ static __global__ void __launch_bounds__(BWD_THREADS, 1)
     const struct shared s = shared_open(raw, AT_BARRIERS);
     const struct unit u = unit_of(p, blockIdx.x, ORDERED);
     if (threadIdx.x < 128) {
-        registers_lower<32>();
+        registers_lower<24>();
         if (threadIdx.x == 0) {
             load(p, u, maps, s, ORDERED);
         } else if (ORDERED && (threadIdx.x == 32 || threadIdx.x == 64)) {
@@ -381,7 +384,7 @@ extern "C" size_t attention_bwd_scratch_bytes_sm90(const struct attention_shape 
     size_t bytes, more = 0;
     struct bwd_plan p = plan_of(shape, NULL, &bytes);
     if (recipe->backward != BWD_BF16) {
-        (void)bwd8_plan_of(p, NULL, NULL, &more);
+        (void)bwd8_plan_of(p, recipe, NULL, &more);
     }
     return bytes + more;
 }
@@ -395,7 +398,7 @@ extern "C" void attention_bwd_sm90(const struct attention_bwd *a)
     p.b.dv = a->dv;
     const dim3 tiles((unsigned int)p.b.tiles, (unsigned int)p.b.heads, (unsigned int)a->shape.batch);
     if (a->recipe->backward != BWD_BF16) {
-        p = bwd8_plan_of(p.b, a, (char *)a->scratch + bytes, &more);
+        p = bwd8_plan_of(p.b, a->recipe, (char *)a->scratch + bytes, &more);
         bwd8_run(a, p);
     } else {
         prepare_kernel<<<tiles, 256, 0, a->cuda->stream>>>(p.b, a->out, a->dout, a->lse_log2);

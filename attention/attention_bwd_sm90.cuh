@@ -14,8 +14,9 @@ enum {
     BWD_FEATURES = 128,
     BWD_TILE = BWD_QUERIES * BWD_FEATURES,
     BWD_THREADS = 384, /* one warpgroup that loads, two that compute */
-    BARRIER_DS = 1,    /* named barriers: both warpgroups; one (2 and 3) */
+    BARRIER_DS = 1,    /* named barriers: both warpgroups; one (2, 3); two warps (4 .. 7) */
     BARRIER_HALF = 2,
+    BARRIER_PAIR = 4,
     BWD_STATISTICS = 2 * BWD_QUERIES, /* floats of a tile: LSE2, then r; LSE2 is +Inf where a row has no gradient */
 };
 
@@ -53,29 +54,32 @@ static __device__ __forceinline__ struct unit unit_of(const struct bwd_plan &p, 
     return u;
 }
 
-/* Tiles of one query head after the other. Without a mask and in any order each block starts elsewhere: fewer blocks
- * add to one tile of dQ at a time. */
+/* Tiles of one query head after the other. Without a mask and in any order each block starts elsewhere, and comes round
+ * to the first head's early tiles last: fewer blocks add to one tile of dQ at a time. */
 struct walk {
-    int head, tile, start, seen;
+    int head, tile, at; /* at: number of the tile among all, (b * heads + head) * tiles + tile */
 };
 
 static __device__ __forceinline__ struct walk walk_start(const struct bwd_plan &p, const struct unit &u, bool ordered)
 {
     struct walk w;
-    w.start = p.causal || ordered ? u.first : u.block * (BWD_KEYS / BWD_QUERIES);
     w.head = u.kv * (p.heads / p.kv_heads);
-    w.tile = w.start;
-    w.seen = 0;
+    w.tile = p.causal || ordered ? u.first : u.block * (BWD_KEYS / BWD_QUERIES);
+    w.at = (u.batch * p.heads + w.head) * p.tiles + w.tile;
     return w;
 }
 
 static __device__ __forceinline__ void walk_next(const struct bwd_plan &p, const struct unit &u, struct walk &w)
 {
-    w.tile = w.tile + 1 == p.tiles ? u.first : w.tile + 1;
-    if (++w.seen == p.tiles - u.first) {
-        w.seen = 0;
-        w.tile = w.start;
-        w.head++;
+    w.at++;
+    if (++w.tile == p.tiles) {
+        const int group = p.heads / p.kv_heads;
+        w.tile = u.first;
+        w.at += u.first;
+        if (++w.head == (u.kv + 1) * group) {
+            w.head -= group;
+            w.at -= group * p.tiles;
+        }
     }
 }
 
@@ -86,18 +90,26 @@ static __device__ __forceinline__ int walk_length(const struct bwd_plan &p, cons
 
 /* ---- shared memory and barriers --------------------------------------------------------------------------- */
 
-enum { BWD_STAGES = 3 }; /* tiles of queries in shared memory */
+/* The product dQ = dS K takes the halves of both warpgroups. It is made one tile late, so that neither waits for the
+ * other. A warpgroup that writes tile i has seen the other's tile i - 2, which the other wrote when done with the
+ * product of tile i - 4: hence four buffers. */
+enum {
+    BWD_STAGES = 3, /* tiles of queries in shared memory */
+    BWD_DS_BUFFERS = 4,
+};
 
 struct shared {
     uint32_t base, barriers; /* base: a multiple of 1024 */
     char *memory;            /* the same place as base */
 };
 
-/* A stage is loaded, is free again; keys are loaded; ordered sums: a warpgroup may add, has added. */
+/* A stage is loaded, is free again; a buffer of dS is written; keys are loaded; ordered sums: a warpgroup may add, has
+ * added. */
 enum {
     FULL = 0,
     EMPTY = BWD_STAGES,
-    KEYS = 2 * BWD_STAGES,
+    DS_FULL = 2 * BWD_STAGES,
+    KEYS = DS_FULL + BWD_DS_BUFFERS,
     MAY_ADD,
     HAS_ADDED = MAY_ADD + 2,
     BARRIERS = HAS_ADDED + 2
@@ -117,6 +129,9 @@ static __device__ __forceinline__ struct shared shared_open(char *raw, int at)
         for (int i = 0; i < BWD_STAGES; i++) {
             mbarrier_init(barrier_at(s, FULL + i), 1);
             mbarrier_init(barrier_at(s, EMPTY + i), 8); /* a lane of each computing warp */
+        }
+        for (int i = 0; i < BWD_DS_BUFFERS; i++) {
+            mbarrier_init(barrier_at(s, DS_FULL + i), 8);
         }
         mbarrier_init(barrier_at(s, KEYS), 1);
         for (int wg = 0; wg < 2; wg++) {
@@ -142,6 +157,21 @@ static __device__ __forceinline__ void ring_next(struct ring &r)
     }
 }
 
+/* This warp has written its part of dS of tile `step`. */
+static __device__ __forceinline__ void ds_written(const struct shared &s, int step)
+{
+    fence_async_proxy();
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) {
+        mbarrier_arrive(barrier_at(s, DS_FULL + step % BWD_DS_BUFFERS));
+    }
+}
+
+static __device__ __forceinline__ void ds_wait(const struct shared &s, int step)
+{
+    mbarrier_wait(barrier_at(s, DS_FULL + step % BWD_DS_BUFFERS), step / BWD_DS_BUFFERS & 1);
+}
+
 /* ---- dQ: sums in global memory ---------------------------------------------------------------------------- */
 
 static __device__ __forceinline__ void red_add(float *to, float a, float b, float c, float d)
@@ -151,10 +181,10 @@ static __device__ __forceinline__ void red_add(float *to, float a, float b, floa
 
 /* Adds this warpgroup's half of tile `at`; step: how many tiles the unit has done before. */
 template <bool ORDERED>
-static __device__ __forceinline__ void add_dq(const struct bwd_plan &p, const struct shared &s, int64_t at, int wg,
+static __device__ __forceinline__ void add_dq(const struct bwd_plan &p, const struct shared &s, int at, int wg,
                                               int step, const float (&x)[32])
 {
-    float *to = p.dq + at * BWD_TILE + wg * (BWD_TILE / 2) + (threadIdx.x & 127) * 4;
+    float *to = p.dq + (int64_t)at * BWD_TILE + wg * (BWD_TILE / 2) + (threadIdx.x & 127) * 4;
     if (ORDERED) {
         mbarrier_wait(barrier_at(s, MAY_ADD + wg), step & 1);
     }
@@ -178,8 +208,9 @@ static __device__ __forceinline__ void order_sums(const struct bwd_plan &p, cons
 {
     struct walk w = walk_start(p, u, true);
     const int n = walk_length(p, u);
+#pragma unroll 1 /* few registers here */
     for (int i = 0; i < n; i++) {
-        uint32_t *turn = p.turns + (((int64_t)u.batch * p.heads + w.head) * p.tiles + w.tile) * 2 + wg;
+        uint32_t *turn = p.turns + (int64_t)w.at * 2 + wg;
         const uint32_t before = (p.causal ? w.tile / (BWD_KEYS / BWD_QUERIES) : p.blocks - 1) - u.block;
         uint32_t now;
         do {

@@ -3,8 +3,8 @@
 #include "attention/attention_bwd_sm90_fp8.cuh"
 
 extern "C" {
-#include "attention/attention_cpu.h"
 #include "attention/attention_bwd_sm90.h"
+#include "attention/attention_cpu.h"
 }
 
 /* ---- shared memory ---------------------------------------------------------------------------------------- */
@@ -12,16 +12,21 @@ extern "C" {
 enum {
     ROWS_K = BWD_KEYS * BWD_FEATURES * 2, /* bytes of K, BF16 */
     ROWS_Q = BWD_TILE * 2,                /* of a tile of Q, BF16 */
+    DS_BYTES = BWD_QUERIES * BWD_KEYS,
     AT_K = 0,
     AT_V8 = AT_K + ROWS_K, /* V row, then K col */
     AT_K8 = AT_V8 + BWD8_KEYS / 2,
     AT_Q = AT_K8 + BWD8_KEYS / 2,
     AT_QUERIES = AT_Q + BWD_STAGES * ROWS_Q,        /* dO row, dO col, Q col */
-    AT_DS = AT_QUERIES + BWD_STAGES * BWD8_QUERIES, /* two buffers of 64 queries x 128 keys */
-    AT_STATS = AT_DS + 2 * BWD_QUERIES * BWD_KEYS,
-    AT_BARRIERS = AT_STATS + BWD_STAGES * BWD_STATISTICS * 4,
+    AT_DS = AT_QUERIES + BWD_STAGES * BWD8_QUERIES, /* 64 queries x 128 keys */
+    AT_STATS = AT_DS + BWD_DS_BUFFERS * DS_BYTES,
+    AT_EXPONENTS = AT_STATS + BWD_STAGES * BWD_STATISTICS * 4, /* of MXFP4: two buffers of 128 bytes a warp */
+    AT_BARRIERS = AT_EXPONENTS + 2 * 1024,
     SHARED_BYTES = AT_BARRIERS + BARRIERS * 8 + 1024,
 };
+
+/* How P is represented: FP8, or MXFP4 of the amplitude family (nearest exponent) or OCP's. */
+enum p_code { CODE_FP8, CODE_NEAREST, CODE_OCP };
 
 struct bwd8_maps {
     CUtensorMap q, k;
@@ -29,12 +34,16 @@ struct bwd8_maps {
 
 /* ---- the loading warp ------------------------------------------------------------------------------------- */
 
+template <bool QK8>
 static __device__ void load(const struct bwd8_plan &p, const struct unit &u, const struct bwd8_maps &m,
                             const struct shared &s, bool ordered)
 {
     const int64_t block = ((int64_t)u.batch * p.b.kv_heads + u.kv) * p.b.blocks + u.block;
-    mbarrier_expect(barrier_at(s, KEYS), ROWS_K + BWD8_KEYS);
-    for (int half = 0; half < 2; half++) {
+    mbarrier_expect(barrier_at(s, KEYS), (QK8 ? ROWS_K / 2 : ROWS_K) + BWD8_KEYS);
+    if (QK8) {
+        bulk_load(s.base + AT_K, p.score_k + block * (BWD8_KEYS / 2), BWD8_KEYS / 2, barrier_at(s, KEYS));
+    }
+    for (int half = 0; !QK8 && half < 2; half++) {
         tma_load_4d(s.base + AT_K + half * ROWS_K / 2, &m.k, barrier_at(s, KEYS), half * 64, u.block * BWD_KEYS, u.kv,
                     u.batch);
     }
@@ -42,12 +51,16 @@ static __device__ void load(const struct bwd8_plan &p, const struct unit &u, con
     struct walk w = walk_start(p.b, u, ordered);
     struct ring r = {0, 1};
     const int n = walk_length(p.b, u);
+#pragma unroll 1 /* few registers here */
     for (int i = 0; i < n; i++) {
         mbarrier_wait(barrier_at(s, EMPTY + r.stage), r.parity);
         const uint32_t barrier = barrier_at(s, FULL + r.stage);
-        const int64_t at = ((int64_t)u.batch * p.b.heads + w.head) * p.b.tiles + w.tile;
-        mbarrier_expect(barrier, ROWS_Q + BWD8_QUERIES + BWD_STATISTICS * 4);
-        for (int half = 0; half < 2; half++) {
+        const int64_t at = w.at;
+        mbarrier_expect(barrier, (QK8 ? ROWS_Q / 2 : ROWS_Q) + BWD8_QUERIES + BWD_STATISTICS * 4);
+        if (QK8) {
+            bulk_load(s.base + AT_Q + r.stage * ROWS_Q, p.score_q + at * BWD8_ROW, BWD8_ROW, barrier);
+        }
+        for (int half = 0; !QK8 && half < 2; half++) {
             tma_load_4d(s.base + AT_Q + r.stage * ROWS_Q + half * ROWS_Q / 2, &m.q, barrier, half * 64,
                         w.tile * BWD_QUERIES, w.head, u.batch);
         }
@@ -62,12 +75,16 @@ static __device__ void load(const struct bwd8_plan &p, const struct unit &u, con
 /* ---- the computing warpgroups ----------------------------------------------------------------------------- */
 
 /* S^T (64 keys x 64 queries). */
-static __device__ __forceinline__ void product_scores(float (&x)[32], uint64_t k, uint64_t q)
+template <bool QK8> static __device__ __forceinline__ void product_scores(float (&x)[32], uint64_t k, uint64_t q)
 {
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-        wgmma_bf16<64>::ss<0, 0>(x, operand_advance(k, (i >> 2) * (ROWS_K / 2) + (i & 3) * 32),
-                                 operand_advance(q, (i >> 2) * (ROWS_Q / 2) + (i & 3) * 32), i > 0);
+    for (int i = 0; i < (QK8 ? 4 : 8); i++) {
+        if (QK8) {
+            wgmma_e4m3<64>::ss(x, operand_advance(k, i * 32), operand_advance(q, i * 32), i > 0);
+        } else {
+            wgmma_bf16<64>::ss<0, 0>(x, operand_advance(k, (i >> 2) * (ROWS_K / 2) + (i & 3) * 32),
+                                     operand_advance(q, (i >> 2) * (ROWS_Q / 2) + (i & 3) * 32), i > 0);
+        }
     }
     wgmma_commit();
 }
@@ -138,6 +155,98 @@ static __device__ __forceinline__ void unpack(const uint32_t (&y)[8], float (&x)
     }
 }
 
+/* 2^(c s - from + lift) of scores. */
+static __device__ __forceinline__ void exponentials(float (&x)[32], const float2 *from, float c, float lift)
+{
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const float2 f = from[4 * j];
+        x[4 * j] = exp2_fast(fmaf(x[4 * j], c, lift - f.x));
+        x[4 * j + 1] = exp2_fast(fmaf(x[4 * j + 1], c, lift - f.y));
+        x[4 * j + 2] = exp2_fast(fmaf(x[4 * j + 2], c, lift - f.x));
+        x[4 * j + 3] = exp2_fast(fmaf(x[4 * j + 3], c, lift - f.y));
+    }
+}
+
+/* ---- MXFP4 ------------------------------------------------------------------------------------------------- */
+
+/* The exponent of a block from its largest base-2 score, plus 0x4b400000: ceil(t - log2 1.5), or floor(t) - 2. */
+template <enum p_code CODE> static __device__ __forceinline__ uint32_t exponent_bits(float t)
+{
+    t = fmaxf(t, -100.0f); /* below, E4M3 has nothing left */
+    return CODE == CODE_NEAREST ? __float_as_uint(__fadd_ru(t - 0x1.2b8034p-1f, 0x1.8p23f))
+                                : __float_as_uint(__fadd_rd(t - 2.0f, 0x1.8p23f));
+}
+
+/* One step of a maximum over lanes that also halves what a lane holds: lanes with the bit set keep the upper half. */
+template <int N> static __device__ __forceinline__ void halve(uint32_t (&e)[8], int bit)
+{
+    const bool upper = (threadIdx.x & bit) != 0;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const uint32_t mine = upper ? e[i + N] : e[i], other = upper ? e[i] : e[i + N];
+        e[i] = __vmaxs2(mine, __shfl_xor_sync(0xffffffffu, other, bit));
+    }
+}
+
+/* Exponents of blocks of 32 keys (the rows of two warps) for this thread's 16 queries, two a register; `shared`: 128
+ * bytes of each warp. x: scores, masked ones -Inf. */
+template <enum p_code CODE>
+static __device__ __forceinline__ void block_exponents(const float (&x)[32], const float2 *from, float c, char *shared,
+                                                       int wg, uint32_t (&e)[8])
+{
+    const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const float2 f = from[4 * j];
+        const uint32_t low = exponent_bits<CODE>(fmaf(fmaxf(x[4 * j], x[4 * j + 2]), c, -f.x));
+        const uint32_t high = exponent_bits<CODE>(fmaf(fmaxf(x[4 * j + 1], x[4 * j + 3]), c, -f.y));
+        e[j] = __byte_perm(low, high, 0x5410);
+    }
+    halve<4>(e, 16);
+    halve<2>(e, 8);
+    halve<1>(e, 4);
+    uint32_t *words = reinterpret_cast<uint32_t *>(shared);
+    words[warp * 32 + (lane & 3) * 8 + (lane >> 2)] = e[0]; /* lane 4 g + c holds group j = g */
+    named_barrier_sync(BARRIER_PAIR + 2 * wg + (warp >> 1), 64);
+    const uint4 *pair = reinterpret_cast<const uint4 *>(words + (warp & 2) * 32 + (lane & 3) * 8);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const uint4 a = pair[i], b = pair[i + 8];
+        e[4 * i] = __vmaxs2(a.x, b.x);
+        e[4 * i + 1] = __vmaxs2(a.y, b.y);
+        e[4 * i + 2] = __vmaxs2(a.z, b.z);
+        e[4 * i + 3] = __vmaxs2(a.w, b.w);
+    }
+}
+
+/* v >= 0 to the nearest E2M1 number times 2^k, whose bits are `unit`; ties to the even code, at most 6. Adding 1.5 x
+ * 2^22 times the binade of v (not less than one unit) leaves one bit below it, or half units. */
+static __device__ __forceinline__ float e2m1_nearest(float v, uint32_t unit, float six)
+{
+    v = fminf(v, six);
+    const float magic = __uint_as_float(max(__float_as_uint(v) & 0x7f800000u, unit) + (22u << 23 | 0x400000u));
+    return __fsub_rn(__fadd_rn(v, magic), magic);
+}
+
+/* Scores become represented P times 2^shift (and 6 for the amplitude family), exactly. */
+template <enum p_code CODE>
+static __device__ __forceinline__ void mxfp4_values(float (&x)[32], const float2 *from, float c, char *shared, int wg)
+{
+    uint32_t e[8];
+    block_exponents<CODE>(x, from, c, shared, wg, e);
+    exponentials(x, from, c, CODE == CODE_NEAREST ? 0x1.4ae00ep+1f : 0.0f); /* log2 6 */
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const uint32_t low = (e[j] << 23) + 0x3f800000u, high = ((e[j] << 7) & 0xff800000u) + 0x3f800000u;
+        const float six_low = 6.0f * __uint_as_float(low), six_high = 6.0f * __uint_as_float(high);
+        x[4 * j] = e2m1_nearest(x[4 * j], low, six_low);
+        x[4 * j + 1] = e2m1_nearest(x[4 * j + 1], high, six_high);
+        x[4 * j + 2] = e2m1_nearest(x[4 * j + 2], low, six_low);
+        x[4 * j + 3] = e2m1_nearest(x[4 * j + 3], high, six_high);
+    }
+}
+
 /* From the products of codes to dP in units of stored dS over the code of P. */
 static __device__ __forceinline__ float dp_factor_of(const struct bwd8_plan &p, int unit)
 {
@@ -145,7 +254,14 @@ static __device__ __forceinline__ float dp_factor_of(const struct bwd8_plan &p, 
     return p.ds_factor * l.ds / (l.dout * l.v * p.rules.value_unit);
 }
 
-template <bool ORDERED, bool E5M2>
+/* From the product of codes of Q and K to base-2 scores. */
+static __device__ __forceinline__ float score_factor_of(const struct bwd8_plan &p, int unit)
+{
+    const struct bwd_lifts l = lifts_of(p, unit);
+    return p.b.c / (l.score_q * l.score_k);
+}
+
+template <bool ORDERED, bool E5M2, enum p_code CODE, bool QK8>
 static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const struct unit &u, const struct shared &s,
                                                int wg)
 {
@@ -153,6 +269,7 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
     const int key = u.block * BWD_KEYS + wg * 64 + warp * 16 + (lane >> 2); /* and key + 8 */
     const int n = walk_length(p.b, u);
     const float dp_factor = dp_factor_of(p, u.batch * p.b.kv_heads + u.kv);
+    const float score_factor = QK8 ? score_factor_of(p, u.batch * p.b.kv_heads + u.kv) : p.b.c;
     const uint64_t k_rows = operand_k_major(s.base + AT_K + wg * 8192);
     const uint64_t v_rows = operand_k_major(s.base + AT_V8 + wg * 8192);
     const uint64_t k_half = operand_k_major(s.base + AT_K8 + wg * 8192);
@@ -167,10 +284,11 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
     }
     struct walk w = walk_start(p.b, u, ORDERED);
     struct ring r = {0, 0};
+    int at = 0; /* the tile before */
     mbarrier_wait(barrier_at(s, KEYS), 0);
     mbarrier_wait(barrier_at(s, FULL), 0);
     wgmma_fence();
-    product_scores(x, k_rows, operand_k_major(s.base + AT_Q));
+    product_scores<QK8>(x, k_rows, operand_k_major(s.base + AT_Q));
     for (int i = 0; i < n; i++) {
         const uint32_t codes = s.base + AT_QUERIES + r.stage * BWD8_QUERIES;
         const float2 *stats =
@@ -187,19 +305,18 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
                 x[j] = key + 8 * ((j >> 1) & 1) <= last ? x[j] : -INFINITY;
             }
         }
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            const float2 from = stats[4 * j];
-            x[4 * j] = exp2_fast(fmaf(x[4 * j], p.b.c, -from.x));
-            x[4 * j + 1] = exp2_fast(fmaf(x[4 * j + 1], p.b.c, -from.y));
-            x[4 * j + 2] = exp2_fast(fmaf(x[4 * j + 2], p.b.c, -from.x));
-            x[4 * j + 3] = exp2_fast(fmaf(x[4 * j + 3], p.b.c, -from.y));
+        if (CODE == CODE_FP8) {
+            exponentials(x, stats, score_factor, 0.0f);
+        } else {
+            mxfp4_values<CODE>(x, stats, score_factor, s.memory + AT_EXPONENTS + (i & 1) * 1024 + wg * 512, wg);
         }
         pack(x, px);
         wgmma_pin(px);
         wgmma_fence();
         accumulate<E5M2>(dv, px, operand_k_major_64(codes + BWD8_ROW));
-        unpack(px, x); /* dS takes the represented P */
+        if (CODE == CODE_FP8) {
+            unpack(px, x); /* dS takes the represented P */
+        }
         wgmma_wait<1>();
         wgmma_pin(y);
 #pragma unroll
@@ -211,7 +328,7 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
             x[4 * j + 3] *= fmaf(y[4 * j + 3], dp_factor, -row.y);
         }
         pack(x, dsx);
-        const uint32_t ds = (i & 1) * (BWD_QUERIES * BWD_KEYS);
+        const uint32_t ds = i % BWD_DS_BUFFERS * DS_BYTES;
 #pragma unroll
         for (int k = 0; k < 2; k++) {
             /* Keys g and g + 8 of one query side by side; 8 queries a register. */
@@ -220,23 +337,23 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
                                    __byte_perm(a[0], a[1], 0x7362), __byte_perm(a[2], a[3], 0x5140),
                                    __byte_perm(a[2], a[3], 0x7362));
         }
-        fence_async_proxy();
+        ds_written(s, i);
         wgmma_pin(dsx);
         wgmma_pin(x);
         wgmma_pin(y);
         wgmma_fence();
         accumulate<false>(dk, dsx, operand_k_major_64(codes + 2 * BWD8_ROW));
-        named_barrier_sync(BARRIER_DS, 256);
-        product_dq(y, operand_k_major(s.base + AT_DS + ds), k_half);
-        const int64_t at = ((int64_t)u.batch * p.b.heads + w.head) * p.b.tiles + w.tile;
-        const int stage = r.stage;
-        walk_next(p.b, u, w);
+        const int stage = r.stage, before = (i + BWD_DS_BUFFERS - 1) % BWD_DS_BUFFERS;
         ring_next(r);
+        if (i > 0) {
+            ds_wait(s, i - 1);
+        }
+        product_dq(y, operand_k_major(s.base + AT_DS + before * DS_BYTES), k_half); /* not of tile -1 */
         if (i + 1 < n) {
             mbarrier_wait(barrier_at(s, FULL + r.stage), r.parity);
         }
         /* The scores of the next tile, under the additions to dQ; after the last one nobody looks at them. */
-        product_scores(x, k_rows, operand_k_major(s.base + AT_Q + r.stage * ROWS_Q));
+        product_scores<QK8>(x, k_rows, operand_k_major(s.base + AT_Q + r.stage * ROWS_Q));
         wgmma_wait<1>();
         wgmma_pin(y);
         wgmma_pin(px);
@@ -245,9 +362,18 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
         if (lane == 0) {
             mbarrier_arrive(barrier_at(s, EMPTY + stage));
         }
-        add_dq<ORDERED>(p.b, s, at, wg, i, y);
+        if (i > 0) {
+            add_dq<ORDERED>(p.b, s, at, wg, i - 1, y);
+        }
+        at = w.at;
+        walk_next(p.b, u, w);
     }
+    ds_wait(s, n - 1);
+    wgmma_fence();
+    product_dq(y, operand_k_major(s.base + AT_DS + (n - 1) % BWD_DS_BUFFERS * DS_BYTES), k_half);
     wgmma_wait<0>();
+    wgmma_pin(y);
+    add_dq<ORDERED>(p.b, s, at, wg, n - 1, y);
     wgmma_pin(x);
     wgmma_pin(dk);
     wgmma_pin(dv);
@@ -260,7 +386,7 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
                p.b.dv.data + u.batch * p.b.dv.batch_stride + u.kv * p.b.dv.head_stride, p.b.dv.token_stride);
 }
 
-template <bool ORDERED, bool E5M2>
+template <bool ORDERED, bool E5M2, enum p_code CODE, bool QK8>
 static __global__ void __launch_bounds__(BWD_THREADS, 1)
     bwd_fp8_kernel(const struct bwd8_plan p, const __grid_constant__ struct bwd8_maps maps)
 {
@@ -268,15 +394,15 @@ static __global__ void __launch_bounds__(BWD_THREADS, 1)
     const struct shared s = shared_open(raw, AT_BARRIERS);
     const struct unit u = unit_of(p.b, blockIdx.x, ORDERED);
     if (threadIdx.x < 128) {
-        registers_lower<32>();
+        registers_lower<24>();
         if (threadIdx.x == 0) {
-            load(p, u, maps, s, ORDERED);
+            load<QK8>(p, u, maps, s, ORDERED);
         } else if (ORDERED && (threadIdx.x == 32 || threadIdx.x == 64)) {
             order_sums(p.b, u, s, threadIdx.x / 32 - 1);
         }
     } else {
         registers_raise<240>();
-        compute<ORDERED, E5M2>(p, u, s, threadIdx.x / 128 - 1);
+        compute<ORDERED, E5M2, CODE, QK8>(p, u, s, threadIdx.x / 128 - 1);
     }
 }
 
@@ -292,14 +418,22 @@ static struct bwd_rules rules_of(const struct attention_recipe *recipe)
     r.ds_fixed = recipe->ds_scale == DS_SCALE_FIXED;
     r.view_fixed = recipe->qk_grad == QK_GRAD_LIFT && recipe->ds_scale == DS_SCALE_FIXED;
     r.value_e4m3 = recipe->bwd_v == BWD_V_E4M3;
+    r.score_e4m3 = recipe->qk == QK_NVFP4_E4M3;
     r.value_unit = r.value_e4m3 ? 1.0f : attention_unit(recipe);
     return r;
 }
 
 extern "C" const char *attention_bwd_fp8_refuses_sm90(const struct attention_recipe *recipe)
 {
-    if (recipe->pv != PV_FP8) {
-        return "the Hopper FP8 backward carries pv = fp8";
+    if (recipe->pv != PV_FP8 && recipe->pv != PV_MXFP4) {
+        return "the Hopper FP8 backward carries pv = fp8 and mxfp4";
+    }
+    if (recipe->v_diag != V_DIAG_BLOCKED || recipe->sink_keys_fp8 != 0 || recipe->anchor != ANCHOR_ROW ||
+        (recipe->p_map != P_EXACT && recipe->p_map != P_THRESHOLD)) {
+        return "the Hopper FP8 backward wants v_diag = blocked, sink_keys_fp8 = 0, anchor = row and p_map = exact";
+    }
+    if (recipe->pv == PV_MXFP4 && recipe->bwd_p == BWD_P_CODES && recipe->do_format != DO_E4M3) {
+        return "the Hopper FP8 backward rebuilds MXFP4 codes with do_format = e4m3 only";
     }
     if (recipe->qk == QK_BF16 || recipe->backward == BWD_BF16 || recipe->bwd_p == BWD_P_BF16 ||
         recipe->bwd_v == BWD_V_BF16 || recipe->do_format == DO_BF16) {
@@ -314,7 +448,8 @@ extern "C" const char *attention_bwd_fp8_refuses_sm90(const struct attention_rec
     return NULL;
 }
 
-struct bwd8_plan bwd8_plan_of(const struct bwd_plan &base, const struct attention_bwd *a, void *scratch, size_t *bytes)
+struct bwd8_plan bwd8_plan_of(const struct bwd_plan &base, const struct attention_recipe *recipe, void *scratch,
+                              size_t *bytes)
 {
     struct carve carve = {};
     struct bwd8_plan p = {};
@@ -324,23 +459,54 @@ struct bwd8_plan bwd8_plan_of(const struct bwd_plan &base, const struct attentio
     p.facts = (struct bwd_facts *)carve_take(&carve, (size_t)base.units * sizeof *p.facts);
     p.queries = (uint8_t *)carve_take(&carve, tiles * BWD8_QUERIES);
     p.keys = (uint8_t *)carve_take(&carve, (size_t)base.units * base.blocks * BWD8_KEYS);
-    *bytes = carve.used;
-    if (a != NULL) {
-        const float shift = a->recipe->bwd_p == BWD_P_CODES ? 7.0f : 8.0f;
-        p.rules = rules_of(a->recipe);
-        p.shift = shift;
-        p.ds_factor = exp2f(-shift);
-        p.dv_factor = exp2f(-shift);
+    /* Codes reach 2 in P, 6 times that in the amplitude family: 448 is the end. */
+    const float unit = recipe->bwd_p == BWD_P_CODES ? attention_unit(recipe) : 1.0f;
+    p.rules = rules_of(recipe);
+    p.shift = recipe->bwd_p != BWD_P_CODES ? 8.0f : unit == 1.0f ? 7.0f : 5.0f;
+    p.ds_factor = exp2f(-p.shift) / unit;
+    p.dv_factor = exp2f(-p.shift) / unit;
+    if (p.rules.score_e4m3) {
+        p.score_q = (uint8_t *)carve_take(&carve, tiles * BWD8_ROW);
+        p.score_k = (uint8_t *)carve_take(&carve, (size_t)base.units * base.blocks * (BWD8_KEYS / 2));
     }
+    *bytes = carve.used;
     return p;
 }
 
-template <bool ORDERED, bool E5M2>
+template <bool ORDERED, bool E5M2, enum p_code CODE, bool QK8>
 static void launch(const struct attention_bwd *a, const struct bwd8_plan &p, const struct bwd8_maps &m)
 {
-    cudaFuncSetAttribute(bwd_fp8_kernel<ORDERED, E5M2>, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
-    bwd_fp8_kernel<ORDERED, E5M2><<<p.b.units * p.b.blocks, BWD_THREADS, SHARED_BYTES, a->cuda->stream>>>(p, m);
+    cudaFuncSetAttribute(bwd_fp8_kernel<ORDERED, E5M2, CODE, QK8>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                         SHARED_BYTES);
+    bwd_fp8_kernel<ORDERED, E5M2, CODE, QK8>
+        <<<p.b.units * p.b.blocks, BWD_THREADS, SHARED_BYTES, a->cuda->stream>>>(p, m);
     cuda_launched(a->cuda, "attention backward, FP8, sm90");
+}
+
+template <bool E5M2, enum p_code CODE, bool QK8>
+static void launch_ordered(const struct attention_bwd *a, const struct bwd8_plan &p, const struct bwd8_maps &m)
+{
+    if (a->unordered) {
+        launch<false, E5M2, CODE, QK8>(a, p, m);
+    } else {
+        launch<true, E5M2, CODE, QK8>(a, p, m);
+    }
+}
+
+template <bool QK8>
+static void launch_score(const struct attention_bwd *a, const struct bwd8_plan &p, const struct bwd8_maps &m)
+{
+    if (a->recipe->pv == PV_MXFP4 && p.rules.codes) {
+        if (a->recipe->mx_rule == MX_NEAREST) {
+            launch_ordered<false, CODE_NEAREST, QK8>(a, p, m);
+        } else {
+            launch_ordered<false, CODE_OCP, QK8>(a, p, m);
+        }
+    } else if (p.rules.dout_e5m2) {
+        launch_ordered<true, CODE_FP8, QK8>(a, p, m);
+    } else {
+        launch_ordered<false, CODE_FP8, QK8>(a, p, m);
+    }
 }
 
 void bwd8_run(const struct attention_bwd *a, const struct bwd8_plan &p)
@@ -358,6 +524,8 @@ void bwd8_run(const struct attention_bwd *a, const struct bwd8_plan &p)
     in.q = lift ? q : a->q;
     in.k = lift ? k : a->k;
     in.v = p.rules.value_e4m3 ? a->v : v;
+    in.score_q = q;
+    in.score_k = k;
     in.out = a->out;
     in.dout = a->dout;
     in.lse = a->lse_log2;
@@ -365,9 +533,9 @@ void bwd8_run(const struct attention_bwd *a, const struct bwd8_plan &p)
     m.q = head_map(a->cuda, &q, T, shape->heads, shape->batch, BWD_QUERIES);
     m.k = head_map(a->cuda, &k, T, shape->kv_heads, shape->batch, BWD_KEYS);
     bwd8_publish(a->cuda, p, in);
-    if (p.rules.dout_e5m2) {
-        a->unordered ? launch<false, true>(a, p, m) : launch<true, true>(a, p, m);
+    if (p.rules.score_e4m3) {
+        launch_score<true>(a, p, m);
     } else {
-        a->unordered ? launch<false, false>(a, p, m) : launch<true, false>(a, p, m);
+        launch_score<false>(a, p, m);
     }
 }

@@ -22,6 +22,7 @@ enum {
 /* Maxima over one kv head and its query heads, as bits of non-negative floats; zero to begin with. */
 struct bwd_facts {
     uint32_t dout, dout_square, q, k, v, v_square; /* _square: largest squared norm of a row */
+    uint32_t score_q, score_k;                     /* operands of the scores, where those are E4M3 */
 };
 
 /* The recipe, as kernels ask for it. */
@@ -32,6 +33,7 @@ struct bwd_rules {
     bool ds_fixed;
     bool view_fixed;  /* gradient views of Q and K times 4 */
     bool value_e4m3;  /* V = E4M3(4 v); else v is represented already */
+    bool score_e4m3;  /* qk = nvfp4_e4m3: scores are an FP8 product too */
     float value_unit; /* v holds that many times V */
     float p_unit;     /* codes of P likewise */
 };
@@ -43,11 +45,12 @@ struct bwd8_plan {
     float ds_factor, dv_factor;
     struct bwd_facts *facts; /* of each (b, kv head) */
     uint8_t *queries, *keys;
+    uint8_t *score_q, *score_k; /* rows of Q and K as E4M3, tile by tile, SWIZZLE_128B; NULL unless score_e4m3 */
 };
 
 /* The powers of two of one kv head. */
 struct bwd_lifts {
-    float dout, q, k, v, ds;
+    float dout, q, k, v, ds, score_q, score_k;
 };
 
 /* Largest 2^k with 2^k amax <= limit; 1 for zero, Inf and NaN (numerics/blocks.h). */
@@ -81,12 +84,14 @@ static __device__ __forceinline__ struct bwd_lifts lifts_of(const struct bwd8_pl
 /* Enqueues everything up to the operands, statistics and a zero dQ. K and V as the recipe's views want them. */
 struct bwd8_inputs {
     struct head_view q, k, v, out, dout; /* q, k: of the gradient views; v: of dP */
+    struct head_view score_q, score_k;   /* as scores multiply them */
     const float *lse;
 };
 void bwd8_publish(const struct cuda *on, const struct bwd8_plan &p, const struct bwd8_inputs &in);
 
-/* The kernel's half of the plan (attention_bwd_sm90_fp8.cu). bwd8_plan_of with a NULL counts the bytes of scratch; run
- * publishes, and leaves dK, dV, and dQ in p.b.dq, times lifts (dq_factor). */
-struct bwd8_plan bwd8_plan_of(const struct bwd_plan &base, const struct attention_bwd *a, void *scratch, size_t *bytes);
+/* The kernel's half of the plan (attention_bwd_sm90_fp8.cu), and the bytes of scratch it takes. run publishes, and
+ * leaves dK, dV, and dQ in p.b.dq, the latter times lifts. */
+struct bwd8_plan bwd8_plan_of(const struct bwd_plan &base, const struct attention_recipe *recipe, void *scratch,
+                              size_t *bytes);
 void bwd8_run(const struct attention_bwd *a, const struct bwd8_plan &p);
 extern "C" const char *attention_bwd_fp8_refuses_sm90(const struct attention_recipe *recipe);

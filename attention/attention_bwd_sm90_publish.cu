@@ -71,29 +71,33 @@ static __device__ __forceinline__ struct extent extent_of(const struct head_view
     return e;
 }
 
-static __global__ void __launch_bounds__(THREADS)
-    query_facts_kernel(struct bwd8_plan p, struct head_view dout, struct head_view q)
+static __global__ void __launch_bounds__(THREADS) query_facts_kernel(struct bwd8_plan p, struct bwd8_inputs in)
 {
-    const int head = blockIdx.y, batch = blockIdx.z, first = blockIdx.x * BWD_QUERIES;
+    const int head = blockIdx.y, batch = blockIdx.z, first = blockIdx.x * BWD_QUERIES, T = p.b.tokens;
     struct bwd_facts *f = p.facts + batch * p.b.kv_heads + head / (p.b.heads / p.b.kv_heads);
-    struct extent e = extent_of(dout, batch, head, first, BWD_QUERIES, p.b.tokens, 0);
+    struct extent e = extent_of(in.dout, batch, head, first, BWD_QUERIES, T, 0);
     raise(&f->dout, e.amax);
     raise(&f->dout_square, e.square);
     if (!p.rules.view_fixed) {
-        raise(&f->q, extent_of(q, batch, head, first, BWD_QUERIES, p.b.tokens, 0).amax);
+        raise(&f->q, extent_of(in.q, batch, head, first, BWD_QUERIES, T, 0).amax);
+    }
+    if (p.rules.score_e4m3) {
+        raise(&f->score_q, extent_of(in.score_q, batch, head, first, BWD_QUERIES, T, 0).amax);
     }
 }
 
-static __global__ void __launch_bounds__(THREADS)
-    key_facts_kernel(struct bwd8_plan p, struct head_view k, struct head_view v)
+static __global__ void __launch_bounds__(THREADS) key_facts_kernel(struct bwd8_plan p, struct bwd8_inputs in)
 {
-    const int head = blockIdx.y, batch = blockIdx.z, first = blockIdx.x * BWD_KEYS;
+    const int head = blockIdx.y, batch = blockIdx.z, first = blockIdx.x * BWD_KEYS, T = p.b.tokens;
     struct bwd_facts *f = p.facts + batch * p.b.kv_heads + head;
-    raise(&f->k, extent_of(k, batch, head, first, BWD_KEYS, p.b.tokens, 0).amax);
-    struct extent e = extent_of(v, batch, head, first, BWD_KEYS, p.b.tokens, 0);
+    raise(&f->k, extent_of(in.k, batch, head, first, BWD_KEYS, T, 0).amax);
+    struct extent e = extent_of(in.v, batch, head, first, BWD_KEYS, T, 0);
     raise(&f->v, e.amax);
     if (!p.rules.value_e4m3) {
         raise(&f->v_square, e.square);
+    }
+    if (p.rules.score_e4m3) {
+        raise(&f->score_k, extent_of(in.score_k, batch, head, first, BWD_KEYS, T, 0).amax);
     }
 }
 
@@ -160,6 +164,27 @@ static __device__ __forceinline__ void put_columns_64(const uint8_t *codes, uint
     for (int i = 0; i < 2; i++) {
         const int d = threadIdx.x / 4 + 64 * i, chunk = threadIdx.x & 3;
         *reinterpret_cast<uint4 *>(to + swizzle_64(d, chunk * 16)) = column(codes, chunk * 16, d, false);
+    }
+}
+
+/* Rows of a tile of x, times lift, as E4M3 in SWIZZLE_128B. */
+static __device__ __forceinline__ void put_rows(const struct head_view &x, int batch, int head, int first, int rows,
+                                                int tokens, float lift, uint8_t *to)
+{
+    const int part = threadIdx.x & 15;
+    const bf16 *data = x.data + batch * x.batch_stride + head * x.head_stride + part * 8;
+    for (int row = threadIdx.x / 16; row < rows; row += THREADS / 16) {
+        uint2 codes = make_uint2(0, 0);
+        if (first + row < tokens) {
+            float y[8];
+            bf16x8_unpack(bf16x8_load(data + (int64_t)(first + row) * x.token_stride), y);
+#pragma unroll
+            for (int d = 0; d < 8; d++) {
+                y[d] *= lift;
+            }
+            codes = encode(y, false);
+        }
+        *reinterpret_cast<uint2 *>(to + swizzle_128(row, part * 8)) = codes;
     }
 }
 
@@ -230,35 +255,38 @@ static __global__ void __launch_bounds__(THREADS) publish_queries_kernel(struct 
     __syncthreads();
     put_columns_64(codes[0], to + BWD8_ROW);
     put_columns_64(codes[1], to + 2 * BWD8_ROW);
+    if (p.rules.score_e4m3) {
+        put_rows(in.score_q, batch, head, tile * BWD_QUERIES, BWD_QUERIES, p.b.tokens, l.score_q,
+                 p.score_q + at * BWD8_ROW);
+    }
 }
 
 /* Block: 128 keys of one kv head. */
-static __global__ void __launch_bounds__(THREADS)
-    publish_keys_kernel(struct bwd8_plan p, struct head_view k, struct head_view v)
+static __global__ void __launch_bounds__(THREADS) publish_keys_kernel(struct bwd8_plan p, struct bwd8_inputs in)
 {
     __shared__ __align__(16) uint8_t codes[BWD_KEYS * PITCH];
     const int head = blockIdx.y, batch = blockIdx.z, part = threadIdx.x & 15, unit = batch * p.b.kv_heads + head;
+    const int first = blockIdx.x * BWD_KEYS;
+    const int64_t at = (int64_t)unit * p.b.blocks + blockIdx.x;
     const struct bwd_lifts l = lifts_of(p, unit);
-    uint8_t *to = p.keys + ((int64_t)unit * p.b.blocks + blockIdx.x) * BWD8_KEYS;
-    const bf16 *k_data = k.data + batch * k.batch_stride + head * k.head_stride + part * 8;
-    const bf16 *v_data = v.data + batch * v.batch_stride + head * v.head_stride + part * 8;
+    uint8_t *to = p.keys + at * BWD8_KEYS;
+    const bf16 *k = in.k.data + batch * in.k.batch_stride + head * in.k.head_stride + part * 8;
     for (int row = threadIdx.x / 16; row < BWD_KEYS; row += THREADS / 16) {
-        const int64_t token = (int64_t)blockIdx.x * BWD_KEYS + row;
-        uint2 k_codes = make_uint2(0, 0), v_codes = make_uint2(0, 0);
-        if (token < p.b.tokens) {
-            float x[8], y[8];
-            bf16x8_unpack(bf16x8_load(k_data + token * k.token_stride), x);
-            bf16x8_unpack(bf16x8_load(v_data + token * v.token_stride), y);
+        uint2 k_codes = make_uint2(0, 0);
+        if (first + row < p.b.tokens) {
+            float x[8];
+            bf16x8_unpack(bf16x8_load(k + (int64_t)(first + row) * in.k.token_stride), x);
 #pragma unroll
             for (int d = 0; d < 8; d++) {
                 x[d] *= l.k;
-                y[d] *= l.v;
             }
             k_codes = encode(x, false);
-            v_codes = encode(y, false);
         }
         put_row(codes, row, part, k_codes);
-        *reinterpret_cast<uint2 *>(to + swizzle_128(row, part * 8)) = v_codes;
+    }
+    put_rows(in.v, batch, head, first, BWD_KEYS, p.b.tokens, l.v, to);
+    if (p.rules.score_e4m3) {
+        put_rows(in.score_k, batch, head, first, BWD_KEYS, p.b.tokens, l.score_k, p.score_k + at * (BWD8_KEYS / 2));
     }
     __syncthreads();
 #pragma unroll
@@ -274,12 +302,12 @@ void bwd8_publish(const struct cuda *on, const struct bwd8_plan &p, const struct
     const dim3 tiles((unsigned int)p.b.tiles, (unsigned int)p.b.heads, (unsigned int)(p.b.units / p.b.kv_heads));
     const dim3 blocks((unsigned int)p.b.blocks, (unsigned int)p.b.kv_heads, tiles.z);
     cudaMemsetAsync(p.facts, 0, (size_t)p.b.units * sizeof *p.facts, on->stream);
-    query_facts_kernel<<<tiles, THREADS, 0, on->stream>>>(p, in.dout, in.q);
-    key_facts_kernel<<<blocks, THREADS, 0, on->stream>>>(p, in.k, in.v);
+    query_facts_kernel<<<tiles, THREADS, 0, on->stream>>>(p, in);
+    key_facts_kernel<<<blocks, THREADS, 0, on->stream>>>(p, in);
     if (p.rules.value_e4m3) {
         value_norm_kernel<<<blocks, THREADS, 0, on->stream>>>(p, in.v);
     }
-    publish_keys_kernel<<<blocks, THREADS, 0, on->stream>>>(p, in.k, in.v);
+    publish_keys_kernel<<<blocks, THREADS, 0, on->stream>>>(p, in);
     publish_queries_kernel<<<tiles, THREADS, 0, on->stream>>>(p, in);
     cuda_launched(on, "attention backward, operands");
 }
