@@ -7,13 +7,14 @@
 /* Everything but `fixed` is there only where the recipe wants it. */
 struct bwd_scratch {
     struct bwd_unit_state *units;
-    unsigned long long *counters; /* right behind units: cleared together */
+    unsigned long long *counters; /* from units to turns: cleared together */
+    uint32_t *ticket, *turns;
     size_t clear_bytes;
     struct head_facts *facts; /* of V */
     bf16 *q_view, *k_view, *v, *diag, *dout;
     float *reference, *exact, *stat; /* (B, H, T) */
-    float *dk_sums;
-    double *sums;
+    float *dq_sums, *dk_sums;
+    double *row_sums, *sums;
 };
 
 static bool wants_views(const struct attention_recipe *recipe)
@@ -47,10 +48,13 @@ static struct bwd_scratch scratch_carve(const struct attention_shape *s, const s
                                         struct carve *carve)
 {
     const size_t units = (size_t)(s->batch * s->kv_heads), rows = (size_t)(s->batch * s->heads * s->tokens);
+    const size_t tiles = (size_t)(s->batch * s->heads * bwd_row_tiles(s)), width = s->head_dim > 64 ? 128 : 64;
     const size_t D = (size_t)s->head_dim, q = rows * D * sizeof(bf16), k = units * (size_t)s->tokens * D * sizeof(bf16);
     struct bwd_scratch x = {};
     x.units = (struct bwd_unit_state *)carve_take(carve, units * sizeof *x.units);
     x.counters = (unsigned long long *)carve_take(carve, BWD_COUNTERS * sizeof *x.counters);
+    x.ticket = (uint32_t *)carve_take(carve, sizeof *x.ticket);
+    x.turns = (uint32_t *)carve_take(carve, tiles * GRADIENT_WARPS * sizeof *x.turns);
     x.clear_bytes = carve->used;
     x.facts = (struct head_facts *)carve_take(carve, units * sizeof *x.facts);
     x.q_view = (bf16 *)carve_take(carve, wants_views(recipe) ? q : 0);
@@ -61,8 +65,10 @@ static struct bwd_scratch scratch_carve(const struct attention_shape *s, const s
     x.reference = (float *)carve_take(carve, rows * sizeof(float));
     x.exact = (float *)carve_take(carve, ds_takes_exact(recipe) ? rows * sizeof(float) : 0);
     x.stat = (float *)carve_take(carve, rows * sizeof(float));
+    x.dq_sums = (float *)carve_take(carve, tiles * GRADIENT_ROWS * width * sizeof(float));
     x.dk_sums = (float *)carve_take(carve, recipe->dk_center ? 2 * k : 0);
-    x.sums = (double *)carve_take(carve, (size_t)bwd_dq_blocks(s) * BWD_SUMS * sizeof(double));
+    x.row_sums = (double *)carve_take(carve, rows * 4 * sizeof(double));
+    x.sums = (double *)carve_take(carve, tiles * BWD_SUMS * sizeof(double));
     return x;
 }
 
@@ -206,6 +212,10 @@ static struct bwd_args open_args(const struct attention_bwd *a, const struct bwd
     b.stat = x->stat;
     b.units = x->units;
     b.counters = a->stats != NULL ? x->counters : NULL;
+    b.dq_sums = x->dq_sums;
+    b.turns = x->turns;
+    b.ticket = x->ticket;
+    b.row_sums = x->row_sums;
     b.sums = x->sums;
     return b;
 }
@@ -234,12 +244,12 @@ void attention_bwd_cuda(const struct attention_bwd *a)
     if (a->recipe->debug_leak != 0) {
         bwd_launch_stat(a->cuda, &b, a->shape.batch, true);
     }
-    bwd_launch_dkdv(a->cuda, &b, a->shape.batch);
+    bwd_launch_gradients(a->cuda, &b, a->shape.batch);
+    bwd_finish_dq(a->cuda, &b, a->shape.batch);
     if (b.dk_sums != NULL) {
-        bwd_centre_dk(a->cuda, &b, a->shape.batch);
+        bwd_finish_dk(a->cuda, &b, a->shape.batch);
     }
-    bwd_launch_dq(a->cuda, &b, a->shape.batch);
     if (a->stats != NULL) {
-        bwd_close_stats(a->cuda, &b, bwd_dq_blocks(&a->shape), a->stats);
+        bwd_finish_stats(a->cuda, &b, a->shape.batch * a->shape.heads * bwd_row_tiles(&a->shape), a->stats);
     }
 }

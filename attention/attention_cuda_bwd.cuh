@@ -1,9 +1,8 @@
 /* attention: what the kernels of the CUDA backward share (docs/numerics.md, sections 7 and 8). Nobody else includes it.
  *
  * The scheme is the CPU's (attention_cpu_bwd.h): dO' = decoded w dO, dP = dO' V^T, dS = P (dP - r). A prepare step
- * leaves dO' and the statistic r of every row; one kernel owns blocks of keys (dK, dV, over all query heads of a kv
- * head), one owns blocks of query rows (dQ, sums over rows). Both make P and dS again from the scores: no T x T array,
- * no atomics on floats, so equal bits in every run.
+ * leaves dO' and the statistic r of every row; then one kernel makes P and dS of each tile once, and all gradients from
+ * them. No T x T array. Every sum has one order, so that two runs give equal bits.
  *
  * Represented values are exact in BF16, so products of BF16 with FP32 sums emulate every route. A warp holds 32 query
  * rows x 32 keys of scores, lanes as in attention_mma.cuh: a block of P of one row lies in the four lanes of a quad. */
@@ -55,8 +54,12 @@ struct bwd_args {
     const float *lse;
     float *stat; /* r */
     const struct bwd_unit_state *units;
+    float *dq_sums;               /* (B, H, tiles of 64 rows, 8 warps, ..): dQ before its factor, as warps hold it */
+    uint32_t *turns;              /* (B, H, tiles of 64 rows, 8 warps): blocks of keys that have added to dq_sums */
+    uint32_t *ticket;             /* blocks of keys that have begun */
     unsigned long long *counters; /* NULL: no statistics */
-    double *sums;                 /* (blocks of the dQ kernel, BWD_SUMS) */
+    double *row_sums;             /* (B, H, T, 4): of dS, |dS|, and of the stored ones */
+    double *sums;                 /* (blocks of the finishing kernel, BWD_SUMS) */
 };
 
 /* What the kernel over rows makes: dO', r, the references of P. */
@@ -72,15 +75,13 @@ struct bwd_rows_args {
     unsigned long long *counters;
 };
 
-/* Blocks of the two kernels. */
-enum {
-    DKDV_KEYS = 128,
-    DKDV_ROWS = 64,
-    DKDV_THREADS = 256,
-    DQ_ROWS = 128,
-    DQ_KEYS = 32,
-    DQ_THREADS = 128,
-};
+/* Tiles of the kernel that makes the gradients. */
+enum { GRADIENT_KEYS = 128, GRADIENT_ROWS = 64, GRADIENT_THREADS = 256, GRADIENT_WARPS = 8 };
+
+static inline int64_t bwd_row_tiles(const struct attention_shape *s)
+{
+    return (s->tokens + GRADIENT_ROWS - 1) / GRADIENT_ROWS;
+}
 
 /* For the steps before the products. */
 struct bwd_prepare {
@@ -94,25 +95,25 @@ void bwd_choose_lifts(const struct cuda *on, const struct bwd_prepare *p, const 
                       const struct head_view *v, float v_unit);
 void bwd_rows(const struct cuda *on, const struct bwd_rows_args *a, int64_t batch);
 
-void bwd_launch_dkdv(const struct cuda *on, const struct bwd_args *a, int64_t batch);
-/* Statistics r of `recentred` (0), or the planted error (1), into a->stat. */
+/* Statistic r of `recentred`, or the planted error, into a->stat. */
 void bwd_launch_stat(const struct cuda *on, const struct bwd_args *a, int64_t batch, bool planted);
-void bwd_launch_dq(const struct cuda *on, const struct bwd_args *a, int64_t batch);
+void bwd_launch_gradients(const struct cuda *on, const struct bwd_args *a, int64_t batch);
 
-/* dk from dk_sums; the statistics of a call. */
-void bwd_centre_dk(const struct cuda *on, const struct bwd_args *a, int64_t batch);
-void bwd_close_stats(const struct cuda *on, const struct bwd_args *a, int64_t blocks, struct attention_stats *stats);
-
-static inline int64_t bwd_dq_blocks(const struct attention_shape *s)
-{
-    return s->batch * s->heads * ((s->tokens + DQ_ROWS - 1) / DQ_ROWS);
-}
+/* dq from dq_sums, with the sums of rows; dk from dk_sums; the statistics of a call. */
+void bwd_finish_dq(const struct cuda *on, const struct bwd_args *a, int64_t batch);
+void bwd_finish_dk(const struct cuda *on, const struct bwd_args *a, int64_t batch);
+void bwd_finish_stats(const struct cuda *on, const struct bwd_args *a, int64_t blocks, struct attention_stats *stats);
 
 /* ---- device ------------------------------------------------------------------------------------------------ */
 
 __device__ __forceinline__ const bf16 *bwd_head(const struct head_view &x, int64_t batch, int64_t head)
 {
     return x.data + batch * x.batch_stride + head * x.head_stride;
+}
+
+__device__ __forceinline__ void bwd_put(uint32_t shared, uint32_t word)
+{
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(word) : "memory");
 }
 
 __device__ __forceinline__ int bwd_non_finite(bf16x8 x)
@@ -247,6 +248,29 @@ __device__ __forceinline__ bool bwd_visible(const struct bwd_tile &t, int row, i
 struct bwd_rows {
     float x[4];
 };
+
+/* Lane c of a quad gets the quad's sum of x[c]. */
+__device__ __forceinline__ float bwd_keep_row(const float *x)
+{
+    const int c = threadIdx.x & 3;
+    float mine = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float y = x[i] + __shfl_xor_sync(0xffffffffu, x[i], 1);
+        y += __shfl_xor_sync(0xffffffffu, y, 2);
+        mine = c == i ? y : mine;
+    }
+    return mine;
+}
+
+/* Adds a warp's counts. */
+__device__ __forceinline__ void bwd_count(unsigned long long *counters, enum bwd_counter counter, int n)
+{
+    const int total = __reduce_add_sync(0xffffffffu, n);
+    if ((threadIdx.x & 31) == 0) {
+        atomicAdd(counters + counter, (unsigned long long)total);
+    }
+}
 
 /* Rows past the end get `missing`. */
 __device__ __forceinline__ struct bwd_rows bwd_rows_load(const float *x, int row0, int tokens, float missing)

@@ -1,9 +1,9 @@
 /* attention: what the CUDA backward makes before its products: multipliers, gradient views, dO' and r of every row
- * (docs/numerics.md, sections 7 and 8); and what it makes after them: dK less its mean, statistics. All of it reads and
- * writes each tensor once or twice in 16-byte pieces: a row is spread over 16 lanes (8 for head_dim up to 64). */
+ * (docs/numerics.md, sections 7 and 8). All of it reads and writes each tensor once or twice in 16-byte pieces: a row
+ * is spread over 16 lanes (8 for head_dim up to 64). */
 #include "attention/attention_cuda_bwd.cuh"
 
-enum { ROW_THREADS = 256, ROWS_OF_BLOCK = 64, MEAN_THREADS = 1024, STATS_THREADS = 256 };
+enum { ROW_THREADS = 256, ROWS_OF_BLOCK = 64 };
 
 /* Lanes of a row. */
 static __host__ __device__ __forceinline__ int row_lanes(int head_dim)
@@ -264,15 +264,9 @@ static __global__ void attention_bwd_rows_kernel(const struct bwd_rows_args a)
     if (a.counters == nullptr) {
         return;
     }
-    const int counts[3] = {count, flushed, bad};
-    const int to[3] = {DO_COUNT, DO_FLUSHED, NON_FINITE};
-#pragma unroll
-    for (int i = 0; i < 3; i++) {
-        const int total = __reduce_add_sync(0xffffffffu, counts[i]);
-        if ((threadIdx.x & 31) == 0) {
-            atomicAdd(a.counters + to[i], (unsigned long long)total);
-        }
-    }
+    bwd_count(a.counters, DO_COUNT, count);
+    bwd_count(a.counters, DO_FLUSHED, flushed);
+    bwd_count(a.counters, NON_FINITE, bad);
 }
 
 void bwd_rows(const struct cuda *on, const struct bwd_rows_args *a, int64_t batch)
@@ -280,90 +274,4 @@ void bwd_rows(const struct cuda *on, const struct bwd_rows_args *a, int64_t batc
     const dim3 grid(cuda_blocks(a->tokens, ROWS_OF_BLOCK), (unsigned int)a->heads, (unsigned int)batch);
     attention_bwd_rows_kernel<<<grid, ROW_THREADS, 0, on->stream>>>(*a);
     cuda_launched(on, "attention_bwd_rows");
-}
-
-/* ---- dK less its mean over keys ----------------------------------------------------------------------------- */
-
-/* A block has one (batch, kv head): the threads of a feature take every PARTS-th key each. */
-static __global__ void attention_bwd_centre_kernel(const struct bwd_args a)
-{
-    __shared__ double part[MEAN_THREADS];
-    const int64_t unit = blockIdx.x, batch = unit / a.kv_heads, kv = unit % a.kv_heads;
-    const int parts = MEAN_THREADS / a.head_dim, d = threadIdx.x % a.head_dim, mine = threadIdx.x / a.head_dim;
-    const float *x = a.dk_sums + unit * a.tokens * a.head_dim + d;
-    double sum = 0;
-    for (int64_t j = mine; mine < parts && j < a.tokens; j += parts) {
-        sum += (double)x[j * a.head_dim];
-    }
-    part[threadIdx.x] = sum;
-    __syncthreads();
-    if (mine >= parts) {
-        return;
-    }
-    sum = 0;
-    for (int i = 0; i < parts; i++) {
-        sum += part[i * a.head_dim + d];
-    }
-    const float mean = (float)(sum / (double)a.tokens), factor = a.softmax_scale / a.units[unit].lift;
-    bf16 *y = a.dk.data + batch * a.dk.batch_stride + kv * a.dk.head_stride + d;
-    int bad = 0;
-    for (int64_t j = mine; j < a.tokens; j += parts) {
-        const bf16 z = bf16_code((x[j * a.head_dim] - mean) * factor);
-        y[j * a.dk.token_stride] = z;
-        bad += (z & 0x7f80) == 0x7f80;
-    }
-    if (a.counters != nullptr && bad > 0) {
-        atomicAdd(a.counters + NON_FINITE, (unsigned long long)bad);
-    }
-}
-
-void bwd_centre_dk(const struct cuda *on, const struct bwd_args *a, int64_t batch)
-{
-    attention_bwd_centre_kernel<<<(unsigned int)(batch * a->kv_heads), MEAN_THREADS, 0, on->stream>>>(*a);
-    cuda_launched(on, "attention_bwd_centre");
-}
-
-/* ---- statistics --------------------------------------------------------------------------------------------- */
-
-static __global__ void attention_bwd_stats_kernel(const double *sums, int64_t blocks,
-                                                  const unsigned long long *counters, struct attention_stats *stats)
-{
-    __shared__ double part[STATS_THREADS];
-    double total[BWD_SUMS];
-    for (int s = 0; s < BWD_SUMS; s++) {
-        double x = 0;
-        for (int64_t i = threadIdx.x; i < blocks; i += STATS_THREADS) {
-            x += sums[i * BWD_SUMS + s];
-        }
-        part[threadIdx.x] = x;
-        __syncthreads();
-        for (int o = STATS_THREADS / 2; o > 0; o /= 2) {
-            if ((int)threadIdx.x < o) {
-                part[threadIdx.x] += part[threadIdx.x + o];
-            }
-            __syncthreads();
-        }
-        total[s] = part[0];
-        __syncthreads();
-    }
-    if (threadIdx.x == 0) {
-        stats->leak_abs += total[LEAK_ABS];
-        stats->ds_abs += total[DS_ABS];
-        stats->leak_stored_abs += total[LEAK_STORED_ABS];
-        stats->ds_stored_abs += total[DS_STORED_ABS];
-        stats->leak_r += total[LEAK_R];
-        stats->r_r += total[R_R];
-        stats->do_count += (double)counters[DO_COUNT];
-        stats->do_flushed += (double)counters[DO_FLUSHED];
-        stats->ds_count += (double)counters[DS_COUNT];
-        stats->ds_flushed += (double)counters[DS_FLUSHED];
-        stats->ds_saturated += (double)counters[DS_SATURATED];
-        stats->non_finite += (double)counters[NON_FINITE];
-    }
-}
-
-void bwd_close_stats(const struct cuda *on, const struct bwd_args *a, int64_t blocks, struct attention_stats *stats)
-{
-    attention_bwd_stats_kernel<<<1, STATS_THREADS, 0, on->stream>>>(a->sums, blocks, a->counters, stats);
-    cuda_launched(on, "attention_bwd_stats");
 }
