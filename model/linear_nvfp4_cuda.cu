@@ -138,39 +138,41 @@ void linear_round_rows_cuda(const struct linear_values *a, const struct cuda *on
     cuda_launched(on, "linear NVFP4 rows");
 }
 
-/* ---- tiles of 16 x 16: a warp each, two lanes a row ---- */
+/* ---- tiles of 16 x 16 ---- */
 
-/* Tiles that a warp loads before it works on the first. */
-enum { WARP_TILES = 4, BLOCK_TILES = WARP_TILES * THREADS / 32 };
+/* A warp owns four neighbouring tiles, so that its accesses are whole lines: eight lanes a row, four rows at a time. A
+ * tile is in two neighbouring lanes of each eight. */
+enum { STRIP_COLS = 4 * LINEAR_BLOCK, STRIP_ROWS = 4, STRIP_STEPS = LINEAR_BLOCK / STRIP_ROWS };
 
-/* The first element of this lane in a tile. */
-__device__ __forceinline__ int64_t tile_place(int64_t tile, int64_t cols, int lane)
-{
-    const int64_t across = cols / LINEAR_BLOCK;
-    return (tile / across * LINEAR_BLOCK + (lane >> 1)) * cols + tile % across * LINEAR_BLOCK + (lane & 1) * 8;
-}
-
-static __global__ void __launch_bounds__(THREADS) tiles_kernel(struct linear_values a, int64_t tiles)
+static __global__ void __launch_bounds__(THREADS) tiles_kernel(struct linear_values a, int64_t strips)
 {
     const float amax = *a.amax, g = power_scale(amax, E2M1_MAX * UE4M3_MAX);
     const int lane = threadIdx.x & 31;
-    const int64_t first = (int64_t)blockIdx.x * BLOCK_TILES + (threadIdx.x >> 5) * WARP_TILES;
-    bf16x8 x[WARP_TILES];
+    const int64_t across = (a.cols + STRIP_COLS - 1) / STRIP_COLS;
+    const int64_t strip = (int64_t)blockIdx.x * (THREADS / 32) + (threadIdx.x >> 5);
+    const int64_t row = strip / across * LINEAR_BLOCK + (lane >> 3), col = strip % across * STRIP_COLS + (lane & 7) * 8;
+    const bool mine = strip < strips && col < a.cols;
+    bf16x8 x[STRIP_STEPS];
+    float tile = 0.0f;
 #pragma unroll
-    for (int t = 0; t < WARP_TILES; t++) {
-        x[t] = first + t < tiles ? bf16x8_load(a.x + tile_place(first + t, a.cols, lane)) : all_nan();
+    for (int i = 0; i < STRIP_STEPS; i++) {
+        x[i] = mine ? bf16x8_load(a.x + (row + i * STRIP_ROWS) * a.cols + col) : bf16x8{make_uint4(0, 0, 0, 0)};
+        tile = fmaxf(tile, magnitude_of(x[i]));
     }
+    tile = fmaxf(tile, __shfl_xor_sync(0xffffffffu, tile, 1));
+    tile = fmaxf(tile, __shfl_xor_sync(0xffffffffu, tile, 8));
+    tile = fmaxf(tile, __shfl_xor_sync(0xffffffffu, tile, 16));
+    const block_scale s = block_scale_of(tile, g);
 #pragma unroll
-    for (int t = 0; t < WARP_TILES; t++) {
+    for (int i = 0; i < STRIP_STEPS; i++) {
         float v[8];
-        block_scale s = block_scale_of(warp_max(magnitude_of(x[t])), g);
-        bf16x8_unpack(x[t], v);
+        bf16x8_unpack(x[i], v);
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            v[i] = round_nearest(v[i], s);
+        for (int j = 0; j < 8; j++) {
+            v[j] = round_nearest(v[j], s);
         }
-        if (first + t < tiles) {
-            bf16x8_store(a.y + tile_place(first + t, a.cols, lane), is_broken(amax) ? all_nan() : bf16x8_pack(v));
+        if (mine) {
+            bf16x8_store(a.y + (row + i * STRIP_ROWS) * a.cols + col, is_broken(amax) ? all_nan() : bf16x8_pack(v));
         }
     }
 }
@@ -179,8 +181,8 @@ void linear_round_tiles_cuda(const struct linear_values *a, const struct cuda *o
 {
     check_values(a);
     ASSERT(a->rows % LINEAR_BLOCK == 0 && !a->random);
-    const int64_t tiles = a->rows / LINEAR_BLOCK * (a->cols / LINEAR_BLOCK);
-    tiles_kernel<<<cuda_blocks(tiles, BLOCK_TILES), THREADS, 0, on->stream>>>(*a, tiles);
+    const int64_t strips = a->rows / LINEAR_BLOCK * ((a->cols + STRIP_COLS - 1) / STRIP_COLS);
+    tiles_kernel<<<cuda_blocks(strips, THREADS / 32), THREADS, 0, on->stream>>>(*a, strips);
     cuda_launched(on, "linear NVFP4 tiles");
 }
 

@@ -15,6 +15,7 @@
 static struct cuda *cuda;
 
 enum { SEED = 9, STREAM = 77, SAMPLE = 5, UPDATE = 3, KINDS = 8 };
+static const struct cuda_step first_step = {.sample = SAMPLE, .update = UPDATE, .loss_scale = 1};
 
 static const char *const kind_names[KINDS] = {"normal", "zeros", "any bits", "small",
                                               "limits", "large", "outlier",  "one NaN"};
@@ -198,13 +199,13 @@ enum use { ROWS_NEAREST, ROWS_RANDOM, TILES, HADAMARD_NEAREST, HADAMARD_RANDOM, 
 
 static const char *const use_names[USES] = {"rows", "rows, stochastic", "tiles", "Hadamard", "Hadamard, stochastic"};
 
-static void round_on_cpu(enum use use, const bf16 *x, int64_t rows, int64_t cols, bf16 *y)
+static void round_on_cpu(enum use use, const struct cuda_step *step, const bf16 *x, int64_t rows, int64_t cols, bf16 *y)
 {
-    const struct rng_words words = rng_words(SEED, STREAM, SAMPLE);
+    const struct rng_words words = rng_words(SEED, STREAM, step->sample);
     const struct linear_rounding rounding = {.stochastic = use == ROWS_RANDOM || use == HADAMARD_RANDOM,
                                              .seed = SEED,
                                              .stream = (uint64_t)words.w[1] << 32 | words.w[0],
-                                             .update = UPDATE};
+                                             .update = step->update};
     float *transformed = malloc((size_t)(rows * cols) * sizeof(float));
     if (use == TILES) {
         linear_round_tiles(x, rows, cols, y);
@@ -254,7 +255,7 @@ static void test_nvfp4_values_are_those_of_the_cpu(void **state)
         char what[160];
         snprintf(what, sizeof what, "NVFP4 %s, %ld x %ld, %s", use_names[use], (long)rows, (long)cols,
                  kind_names[kind]);
-        round_on_cpu(use, x, rows, cols, want);
+        round_on_cpu(use, &first_step, x, rows, cols, want);
         round_on_gpu(use, x, rows, cols, got);
         good = bits_equal(what, got, want, n) && good;
         free(x);
@@ -262,6 +263,38 @@ static void test_nvfp4_values_are_those_of_the_cpu(void **state)
         free(got);
     }
     assert_true(good);
+}
+
+/* A captured graph draws the numbers of the step in which it is launched. */
+static void test_graphs_follow_the_step(void **state)
+{
+    (void)state;
+    enum { ROWS = 32, COLS = 64 };
+    const struct cuda_step later = {.sample = SAMPLE + 8, .update = UPDATE + 1};
+    const struct linear_random random = {.seed = SEED, .stream = STREAM};
+    bf16 *x = numbers(0, 1, ROWS * COLS), want[ROWS * COLS], got[ROWS * COLS];
+    bf16 *device = gpu_array(cuda, x, sizeof want), *out = gpu_array(cuda, NULL, sizeof want);
+    float *amax = gpu_array(cuda, NULL, sizeof(float));
+    struct cuda_graph *graph;
+    assert_int_equal(cuda_graph_begin(cuda), OK);
+    linear_amax_cuda(device, ROWS * COLS, amax, cuda);
+    linear_round_rows_cuda(
+        &(struct linear_values){.x = device, .rows = ROWS, .cols = COLS, .amax = amax, .random = &random, .y = out},
+        cuda);
+    assert_int_equal(cuda_graph_end(cuda, &graph), OK);
+    const struct cuda_step *const steps[] = {&later, &first_step};
+    for (int i = 0; i < 2; i++) {
+        cuda_set_step(cuda, steps[i]);
+        cuda_graph_launch(cuda, graph);
+        gpu_fetch(cuda, got, out, sizeof got);
+        round_on_cpu(ROWS_RANDOM, steps[i], x, ROWS, COLS, want);
+        assert_memory_equal(got, want, sizeof want);
+    }
+    cuda_graph_close(graph);
+    cuda_free(device);
+    cuda_free(out);
+    cuda_free(amax);
+    free(x);
 }
 
 /* ---- the operator ---- */
@@ -544,7 +577,7 @@ static int open_gpu(void **state)
 {
     (void)state;
     cuda = gpu_open();
-    cuda_set_step(cuda, &(struct cuda_step){.sample = SAMPLE, .update = UPDATE, .loss_scale = 1});
+    cuda_set_step(cuda, &first_step);
     return cuda_sync(cuda, "the step's numbers") == OK ? 0 : -1;
 }
 
@@ -560,6 +593,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_fp8_codes_are_those_of_the_cpu),
         cmocka_unit_test(test_nvfp4_values_are_those_of_the_cpu),
+        cmocka_unit_test(test_graphs_follow_the_step),
         cmocka_unit_test(test_projections_match_the_cpu),
     };
     return cmocka_run_group_tests(tests, open_gpu, close_gpu);
