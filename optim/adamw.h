@@ -44,11 +44,14 @@ void adamw_step(const struct adamw_config *config, const struct adamw_state *sta
                 const struct adamw_segment *segments, int n_segments, const float *grads, float grad_scale, float lr,
                 uint32_t update);
 
-/* CUDA. The master weights of a BF16 weight w are the FP32 number whose bits are (w << 16) + remainder: 2 bytes an
- * element instead of 4, the same FP32 values but for exact ties (optim/adamw_cuda.cu says how those are kept).
- *   adamw_plan_cuda   copies the segment table to the device, into `memory` of adamw_plan_bytes_cuda
+/* CUDA: the same update, with the bits of adamw_step.
+ * A BF16 weight w and a signed 16-bit remainder stand for the FP32 master with the bits (w << 16) + remainder: 2 bytes
+ * an element instead of 4, and every bit of the master is kept. For that w is the nearest BF16 number with exact ties
+ * away from zero: it differs from RNE(master) in ties whose lower neighbour is even, one master in 2^17.
+ *   adamw_plan_cuda   fills `memory` (adamw_plan_bytes_cuda) with the tables of blocks and segments for the kernels
  *   grads             FP32 or BF16 by grad_type
- *   grad_scale        as above; finite: the caller has looked at the norm */
+ *   grad_scale        as above; finite: the caller has looked at the norm
+ * Arrays aligned to 16 bytes; segments may start anywhere, those at multiples of four elements are fast. */
 struct adamw_cuda {
     int16_t *remainder; /* master_fp32; else NULL */
     bf16 *weights;
@@ -62,6 +65,8 @@ void adamw_plan_cuda(struct adamw_cuda *state, const struct adamw_config *config
 void adamw_step_cuda(const struct adamw_config *config, const struct adamw_cuda *state, const void *grads,
                      enum dtype grad_type, float grad_scale, float lr, uint32_t update, const struct cuda *on);
 
-/* Master weights as FP32 values (a checkpoint's form) and back: w = RNE(master). n elements, device memory. */
-void adamw_master_join_cuda(const bf16 *weights, const int16_t *remainder, float *master, size_t n, const struct cuda *on);
+/* Master weights as FP32 values (a checkpoint's form) and back. n elements, device memory. A NaN is split into 0x7fff
+ * and remainder 0. */
+void adamw_master_join_cuda(const bf16 *weights, const int16_t *remainder, float *master, size_t n,
+                            const struct cuda *on);
 void adamw_master_split_cuda(const float *master, bf16 *weights, int16_t *remainder, size_t n, const struct cuda *on);

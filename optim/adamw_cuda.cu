@@ -1,12 +1,12 @@
 /* optim: AdamW on the GPU: the FP32 operations of adamw_cpu.c, one by one and none contracted, so that masters and
  * moments have its bits. One kernel over the plan's blocks; every byte of the state is read once and written once.
  *
- * Split master. A BF16 weight w and a signed 16-bit remainder r stand for the FP32 number with the bits (w << 16) + r.
- * With w rounded to nearest and exact ties away from zero, r is just the lower half of the master's bits, and each FP32
- * number has exactly one (w, r). Rounding ties to even would not leave room: an even w would have 65537 masters. So all
- * bits of the master are kept, and w differs from RNE(master) only where the master lies exactly between two BF16
- * numbers and the lower one is even: one in 2^17 masters, by a rounding that is as near. */
+ * With BF16 moments memory can feed an element a clock and multiprocessor; divisions and roots as the compiler makes
+ * them would be the limit, since each has a branch for the ends of the range. Here four elements share one branch:
+ * where all their moments are sound (neither tiny nor huge), the same correctly rounded results are made without; else
+ * by the intrinsics. */
 #include "core/cuda.cuh"
+#include "optim/adamw_master.cuh"
 #include "optim/adamw_plan.cuh"
 
 extern "C" {
@@ -15,125 +15,15 @@ extern "C" {
 #include "optim/adamw_terms.h"
 }
 
-#include <stdlib.h>
-
 enum { ADAMW_THREADS = 256, ADAMW_QUADS = 2 /* groups of four elements that a thread has on their way */ };
-
-/* ---- the plan ---- */
-
-static int64_t blocks_of(const struct adamw_segment *segment)
-{
-    return (int64_t)((segment->elements + PLAN_BLOCK - 1) / PLAN_BLOCK);
-}
-
-static int64_t blocks_sum(const struct adamw_segment *segments, int n_segments)
-{
-    int64_t sum = 0;
-    for (int s = 0; s < n_segments; s++) {
-        sum += blocks_of(&segments[s]);
-    }
-    return sum;
-}
-
-size_t adamw_plan_bytes_cuda(const struct adamw_segment *segments, int n_segments)
-{
-    return (size_t)blocks_sum(segments, n_segments) * sizeof(plan_block) + (size_t)n_segments * sizeof(plan_segment);
-}
-
-/* The blocks of segment blockIdx.y. */
-static __global__ void adamw_plan_kernel(void *plan, int64_t blocks)
-{
-    const plan_segment *s = plan_segments(plan, blocks) + blockIdx.y;
-    const uint64_t n = (s->elements + PLAN_BLOCK - 1) / PLAN_BLOCK;
-    for (uint64_t b = blockIdx.x * (uint64_t)blockDim.x + threadIdx.x; b < n; b += (uint64_t)gridDim.x * blockDim.x) {
-        static_cast<plan_block *>(plan)[s->first_block + b] = {blockIdx.y, (uint32_t)b};
-    }
-}
-
-void adamw_plan_cuda(struct adamw_cuda *state, const struct adamw_config *config, const struct adamw_segment *segments,
-                     int n_segments, void *memory, const cuda *on)
-{
-    ASSERT(state->weights != NULL && (state->remainder != NULL) == config->master_fp32);
-    ASSERT(n_segments >= 0 && n_segments < 65536);
-    state->plan = memory;
-    state->blocks = blocks_sum(segments, n_segments);
-    ASSERT(state->blocks < INT32_MAX);
-    if (n_segments == 0) {
-        return;
-    }
-    plan_segment *table = (plan_segment *)calloc((size_t)n_segments, sizeof *table);
-    ASSERT(table != NULL); /* a few kilobytes */
-    uint64_t first_block = 0;
-    for (int s = 0; s < n_segments; s++) {
-        const struct adamw_streams streams = adamw_streams_of(segments[s].name);
-        ASSERT(segments[s].elements <= RNG_ELEMENTS_MAX);
-        table[s].offset = segments[s].offset;
-        table[s].elements = segments[s].elements;
-        table[s].first_block = first_block;
-        table[s].weights_stream = streams.weights;
-        table[s].moments_stream = streams.moments;
-        table[s].decays = segments[s].decays;
-        first_block += (uint64_t)blocks_of(&segments[s]);
-    }
-    cuda_upload(on, (plan_segment *)plan_segments(memory, state->blocks), table, (size_t)n_segments * sizeof *table);
-    free(table);
-    adamw_plan_kernel<<<dim3(64, (unsigned int)n_segments), 256, 0, on->stream>>>(memory, state->blocks);
-    cuda_launched(on, "adamw_plan");
-}
-
-/* ---- the split master ---- */
-
-__device__ __forceinline__ float master_join(bf16 w, int16_t remainder)
-{
-    return __uint_as_float(((uint32_t)w << 16) + (uint32_t)(int32_t)remainder);
-}
-
-/* NaN becomes the NaN 0x7fff with remainder 0: a carry must not make a number of it. */
-__device__ __forceinline__ void master_split(float master, bf16 *w, int16_t *remainder)
-{
-    const uint32_t bits = __float_as_uint(master);
-    const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    *w = nan ? (bf16)0x7fff : (bf16)((bits + 0x8000u) >> 16);
-    *remainder = nan ? (int16_t)0 : (int16_t)(bits & 0xffffu);
-}
-
-static __global__ void master_join_kernel(const bf16 *weights, const int16_t *remainder, float *master, size_t n)
-{
-    const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
-    if (i < n) {
-        master[i] = master_join(weights[i], remainder[i]);
-    }
-}
-
-static __global__ void master_split_kernel(const float *master, bf16 *weights, int16_t *remainder, size_t n)
-{
-    const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
-    if (i < n) {
-        master_split(master[i], &weights[i], &remainder[i]);
-    }
-}
-
-void adamw_master_join_cuda(const bf16 *weights, const int16_t *remainder, float *master, size_t n, const cuda *on)
-{
-    if (n > 0) {
-        master_join_kernel<<<cuda_blocks((int64_t)n, 256), 256, 0, on->stream>>>(weights, remainder, master, n);
-        cuda_launched(on, "adamw_master_join");
-    }
-}
-
-void adamw_master_split_cuda(const float *master, bf16 *weights, int16_t *remainder, size_t n, const cuda *on)
-{
-    if (n > 0) {
-        master_split_kernel<<<cuda_blocks((int64_t)n, 256), 256, 0, on->stream>>>(master, weights, remainder, n);
-        cuda_launched(on, "adamw_master_split");
-    }
-}
 
 /* ---- four neighbours ---- */
 
 /* By value into the kernel. */
 struct update {
     struct adamw_terms terms;
+    float inverse1, inverse2; /* of the corrections */
+    bool sound;               /* eps and the corrections lie within the bounds of sound_m and sound_v */
     struct adamw_cuda state;
     const void *grads;
     float weight_decay;
@@ -146,43 +36,68 @@ struct quad {
     float w[4], m[4], v[4], g[4];
 };
 
-/* FULL: four elements at an aligned address. Else the first n of four, anywhere; the others are 0. */
+/* Four codes of 16 bits, the first in the lowest half. FULL: at an aligned address. Else the first n of four, anywhere;
+ * the others are 0. */
+template <bool FULL> __device__ __forceinline__ uint2 codes_load(const void *from, uint64_t at, int n)
+{
+    const uint16_t *p = static_cast<const uint16_t *>(from) + at;
+    if constexpr (FULL) {
+        return *reinterpret_cast<const uint2 *>(p);
+    } else {
+        return make_uint2((n > 0 ? p[0] : 0u) | (n > 1 ? (uint32_t)p[1] << 16 : 0u),
+                          (n > 2 ? p[2] : 0u) | (n > 3 ? (uint32_t)p[3] << 16 : 0u));
+    }
+}
+
+template <bool FULL> __device__ __forceinline__ void codes_store(void *to, uint64_t at, int n, uint2 codes)
+{
+    uint16_t *p = static_cast<uint16_t *>(to) + at;
+    if constexpr (FULL) {
+        *reinterpret_cast<uint2 *>(p) = codes;
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (i < n) {
+                p[i] = (uint16_t)((i < 2 ? codes.x : codes.y) >> 16 * (i % 2));
+            }
+        }
+    }
+}
+
+/* Upper, lower halves of four words. */
+__device__ __forceinline__ uint2 upper_halves(const uint32_t *words)
+{
+    return make_uint2(__byte_perm(words[0], words[1], 0x7632), __byte_perm(words[2], words[3], 0x7632));
+}
+
+__device__ __forceinline__ uint2 lower_halves(const uint32_t *words)
+{
+    return make_uint2(__byte_perm(words[0], words[1], 0x5410), __byte_perm(words[2], words[3], 0x5410));
+}
+
+__device__ __forceinline__ bf16 code_at(uint2 codes, int i)
+{
+    return (bf16)((i < 2 ? codes.x : codes.y) >> 16 * (i % 2));
+}
+
 template <bool BF16, bool FULL> __device__ __forceinline__ void load4(const void *from, uint64_t at, int n, float *x)
 {
-    if constexpr (FULL && BF16) {
-        const uint2 two = *reinterpret_cast<const uint2 *>(static_cast<const bf16 *>(from) + at);
-        x[0] = __uint_as_float(two.x << 16), x[1] = __uint_as_float(two.x & 0xffff0000u);
-        x[2] = __uint_as_float(two.y << 16), x[3] = __uint_as_float(two.y & 0xffff0000u);
+    if constexpr (BF16) {
+        const uint2 codes = codes_load<FULL>(from, at, n);
+        x[0] = __uint_as_float(codes.x << 16), x[1] = __uint_as_float(codes.x & 0xffff0000u);
+        x[2] = __uint_as_float(codes.y << 16), x[3] = __uint_as_float(codes.y & 0xffff0000u);
     } else if constexpr (FULL) {
         const float4 four = *reinterpret_cast<const float4 *>(static_cast<const float *>(from) + at);
         x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
     } else {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            x[i] = 0.0f;
-            if (i < n) {
-                x[i] = BF16 ? bf16_value(static_cast<const bf16 *>(from)[at + i])
-                            : static_cast<const float *>(from)[at + i];
-            }
+            x[i] = i < n ? static_cast<const float *>(from)[at + i] : 0.0f;
         }
     }
 }
 
-template <bool FULL> __device__ __forceinline__ void store_codes4(uint16_t *to, uint64_t at, int n, const uint16_t *x)
-{
-    if constexpr (FULL) {
-        *reinterpret_cast<uint2 *>(to + at) = make_uint2(x[0] | (uint32_t)x[1] << 16, x[2] | (uint32_t)x[3] << 16);
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            if (i < n) {
-                to[at + i] = x[i];
-            }
-        }
-    }
-}
-
-template <bool FULL> __device__ __forceinline__ void store_floats4(float *to, uint64_t at, int n, const float *x)
+template <bool FULL> __device__ __forceinline__ void floats_store(float *to, uint64_t at, int n, const float *x)
 {
     if constexpr (FULL) {
         *reinterpret_cast<float4 *>(to + at) = make_float4(x[0], x[1], x[2], x[3]);
@@ -199,34 +114,100 @@ template <bool FULL> __device__ __forceinline__ void store_floats4(float *to, ui
 template <bool MASTER, bool MOMENTS_BF16, bool GRADS_BF16, bool FULL>
 __device__ __forceinline__ void quad_load(quad &q, const update &u, uint64_t at, int n)
 {
-    load4<true, FULL>(u.state.weights, at, n, q.w);
     if constexpr (MASTER) {
-        float rest[4]; /* as the upper half of a word */
-        load4<true, FULL>(u.state.remainder, at, n, rest);
+        const uint2 w = codes_load<FULL>(u.state.weights, at, n), rest = codes_load<FULL>(u.state.remainder, at, n);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            q.w[i] = master_join((bf16)(__float_as_uint(q.w[i]) >> 16), (int16_t)(__float_as_uint(rest[i]) >> 16));
+            q.w[i] = master_join(code_at(w, i), (int16_t)code_at(rest, i));
         }
+    } else {
+        load4<true, FULL>(u.state.weights, at, n, q.w);
     }
     load4<MOMENTS_BF16, FULL>(u.state.m, at, n, q.m);
     load4<MOMENTS_BF16, FULL>(u.state.v, at, n, q.v);
     load4<GRADS_BF16, FULL>(u.grads, at, n, q.g);
 }
 
-/* As compute() of adamw_cpu.c. */
-__device__ __forceinline__ void quad_update(quad &q, const struct adamw_terms &t, float decay)
+/* ---- correctly rounded, for numbers far from the ends of the range ----
+ * An approximation y of 1 / b within one unit in the last place, refined once, makes a quotient within one unit; its
+ * remainder is exact in a fused multiply-add, and the corrected quotient is the nearest (Markstein, IBM J. R&D 34,
+ * 1990; nvcc's division has the same steps behind its branch). Compared with the intrinsics by tests/optim/gpu_adamw.c,
+ * through the bits of the state. */
+
+/* a / b, y the nearest number to 1 / b. */
+__device__ __forceinline__ float divide_by(float a, float b, float y)
 {
+    float q = __fmul_rn(a, y);
+    q = __fmaf_rn(__fmaf_rn(-b, q, a), y, q);
+    return __fmaf_rn(__fmaf_rn(-b, q, a), y, q);
+}
+
+__device__ __forceinline__ float divide_sound(float a, float b)
+{
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(b));
+    y = __fmaf_rn(__fmaf_rn(-b, y, 1.0f), y, y);
+    return divide_by(a, b, y);
+}
+
+__device__ __forceinline__ float root_sound(float x)
+{
+    float y;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    const float root = __fmul_rn(x, y);
+    return x == 0.0f ? 0.0f : __fmaf_rn(__fmaf_rn(-root, root, x), __fmul_rn(0.5f, y), root);
+}
+
+/* +0, or neither tiny nor huge. With eps in [2^-60, 1] and the corrections in [2^-20, 1] the root is at most 2^40, the
+ * quotient of m lies between 2^-121 and 2^110, and remainders, 2^-47 of their dividends, are exact. */
+__device__ __forceinline__ bool sound_m(float m)
+{
+    return (fabsf(m) >= 0x1p-80f & fabsf(m) <= 0x1p30f) | (__float_as_uint(m) == 0u);
+}
+
+__device__ __forceinline__ bool sound_v(float v)
+{
+    return (v >= 0x1p-100f & v <= 0x1p60f) | (__float_as_uint(v) == 0u);
+}
+
+static bool sound_terms(const struct adamw_terms *t)
+{
+    return t->eps >= 0x1p-60f && t->eps <= 1.0f && t->correction1 >= 0x1p-20f && t->correction1 <= 1.0f &&
+           t->correction2 >= 0x1p-20f && t->correction2 <= 1.0f;
+}
+
+/* As compute() of adamw_cpu.c. True if the results are sound: finite, above all. */
+__device__ __forceinline__ bool quad_update(quad &q, const update &u, float decay)
+{
+    const struct adamw_terms &t = u.terms;
+    bool all = u.sound;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const float g = __fmul_rn(q.g[i], t.grad_scale), w = q.w[i];
-        const float m = __fadd_rn(__fmul_rn(t.beta1, q.m[i]), __fmul_rn(t.rest1, g));
-        const float v = __fadd_rn(__fmul_rn(t.beta2, q.v[i]), __fmul_rn(t.rest2, __fmul_rn(g, g)));
-        const float root = __fsqrt_rn(__fdiv_rn(v, t.correction2));
-        const float step = __fdiv_rn(__fdiv_rn(m, t.correction1), __fadd_rn(root, t.eps));
-        q.w[i] = __fsub_rn(w, __fmul_rn(t.lr, __fadd_rn(step, __fmul_rn(decay, w))));
-        q.m[i] = m;
-        q.v[i] = v;
+        const float g = __fmul_rn(q.g[i], t.grad_scale);
+        q.m[i] = __fadd_rn(__fmul_rn(t.beta1, q.m[i]), __fmul_rn(t.rest1, g));
+        q.v[i] = __fadd_rn(__fmul_rn(t.beta2, q.v[i]), __fmul_rn(t.rest2, __fmul_rn(g, g)));
+        all = all & sound_m(q.m[i]) & sound_v(q.v[i]);
     }
+    float step[4];
+    if (all) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float root = root_sound(divide_by(q.v[i], t.correction2, u.inverse2));
+            step[i] = divide_sound(divide_by(q.m[i], t.correction1, u.inverse1), __fadd_rn(root, t.eps));
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float root = __fsqrt_rn(__fdiv_rn(q.v[i], t.correction2));
+            step[i] = __fdiv_rn(__fdiv_rn(q.m[i], t.correction1), __fadd_rn(root, t.eps));
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        q.w[i] = __fsub_rn(q.w[i], __fmul_rn(t.lr, __fadd_rn(step[i], __fmul_rn(decay, q.w[i]))));
+        all = all & (fabsf(q.w[i]) <= 0x1p120f);
+    }
+    return all;
 }
 
 /* The random words of four elements of the segment. */
@@ -236,54 +217,79 @@ __device__ __forceinline__ void quad_random(uint32_t *random, const update &u, u
     random[0] = words.x, random[1] = words.y, random[2] = words.z, random[3] = words.w;
 }
 
-template <bool MASTER, bool FULL>
-__device__ __forceinline__ void weights_store(const quad &q, const update &u, const plan_segment *s, uint64_t at,
-                                              uint64_t element, int n)
+__device__ __forceinline__ uint2 codes_nearest(const float *x)
 {
-    bf16 w[4];
-    if constexpr (MASTER) {
-        int16_t rest[4];
+    __nv_bfloat162 first = __floats2bfloat162_rn(x[0], x[1]), second = __floats2bfloat162_rn(x[2], x[3]);
+    return make_uint2(*reinterpret_cast<uint32_t *>(&first), *reinterpret_cast<uint32_t *>(&second));
+}
+
+/* bf16_from_float_sr of numerics/formats.h with the upper halves of `random`: up if the random half is below the lower
+ * half of x, that is if its complement carries. A NaN must not carry. */
+__device__ __forceinline__ uint2 codes_stochastic(const float *x, const uint32_t *random, bool sound)
+{
+    uint32_t words[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            master_split(q.w[i], &w[i], &rest[i]);
-        }
-        store_codes4<FULL>(reinterpret_cast<uint16_t *>(u.state.remainder), at, n, reinterpret_cast<uint16_t *>(rest));
-    } else if (u.stochastic) {
-        uint32_t random[4];
-        quad_random(random, u, s->weights_stream, element);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            w[i] = bf16_from_float_sr(q.w[i], random[i]);
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            w[i] = bf16_code(q.w[i]);
+    for (int i = 0; i < 4; i++) {
+        words[i] = __float_as_uint(x[i]) + (~random[i] >> 16);
+        if (!sound) {
+            words[i] = (uint32_t)bf16_from_float_sr(x[i], random[i]) << 16;
         }
     }
-    store_codes4<FULL>(u.state.weights, at, n, w);
+    return upper_halves(words);
+}
+
+template <bool MASTER, bool FULL>
+__device__ __forceinline__ void weights_store(const quad &q, const update &u, const plan_segment *s, uint64_t at,
+                                              uint64_t element, int n, bool sound)
+{
+    uint32_t words[4];
+    if constexpr (MASTER) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            words[i] = __float_as_uint(q.w[i]) + 0x8000u;
+        }
+        uint2 w = upper_halves(words), rest = lower_halves(words);
+        rest.x ^= 0x80008000u, rest.y ^= 0x80008000u; /* the carry's bit: the lower halves as they were */
+        if (!sound) {
+            bf16 code[4];
+            int16_t low[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                master_split(q.w[i], &code[i], &low[i]);
+            }
+            w = make_uint2(code[0] | (uint32_t)code[1] << 16, code[2] | (uint32_t)code[3] << 16);
+            rest = make_uint2((uint16_t)low[0] | (uint32_t)(uint16_t)low[1] << 16,
+                              (uint16_t)low[2] | (uint32_t)(uint16_t)low[3] << 16);
+        }
+        codes_store<FULL>(u.state.weights, at, n, w);
+        codes_store<FULL>(u.state.remainder, at, n, rest);
+    } else if (u.stochastic) {
+        quad_random(words, u, s->weights_stream, element);
+        codes_store<FULL>(u.state.weights, at, n, codes_stochastic(q.w, words, sound));
+    } else {
+        codes_store<FULL>(u.state.weights, at, n, codes_nearest(q.w));
+    }
 }
 
 template <bool MOMENTS_BF16, bool FULL>
 __device__ __forceinline__ void moments_store(const quad &q, const update &u, const plan_segment *s, uint64_t at,
-                                              uint64_t element, int n)
+                                              uint64_t element, int n, bool sound)
 {
     if constexpr (!MOMENTS_BF16) {
-        store_floats4<FULL>(static_cast<float *>(u.state.m), at, n, q.m);
-        store_floats4<FULL>(static_cast<float *>(u.state.v), at, n, q.v);
-    } else {
-        bf16 m[4], v[4];
-        uint32_t random[4];
-        if (u.stochastic) {
-            quad_random(random, u, s->moments_stream, element);
-        }
+        floats_store<FULL>(static_cast<float *>(u.state.m), at, n, q.m);
+        floats_store<FULL>(static_cast<float *>(u.state.v), at, n, q.v);
+    } else if (u.stochastic) {
+        uint32_t random[4], shifted[4];
+        quad_random(random, u, s->moments_stream, element);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            m[i] = u.stochastic ? bf16_from_float_sr(q.m[i], random[i] << 16) : bf16_code(q.m[i]);
-            v[i] = u.stochastic ? bf16_from_float_sr(q.v[i], random[i]) : bf16_code(q.v[i]);
+            shifted[i] = random[i] << 16;
         }
-        store_codes4<FULL>(static_cast<bf16 *>(u.state.m), at, n, m);
-        store_codes4<FULL>(static_cast<bf16 *>(u.state.v), at, n, v);
+        codes_store<FULL>(u.state.m, at, n, codes_stochastic(q.m, shifted, sound));
+        codes_store<FULL>(u.state.v, at, n, codes_stochastic(q.v, random, sound));
+    } else {
+        codes_store<FULL>(u.state.m, at, n, codes_nearest(q.m));
+        codes_store<FULL>(u.state.v, at, n, codes_nearest(q.v));
     }
 }
 
@@ -304,9 +310,9 @@ __device__ __forceinline__ void quads_step(const update &u, const plan_segment *
 #pragma unroll
     for (int k = 0; k < ADAMW_QUADS; k++) {
         const int i = first + k * stride, n = min(p.n - i, 4);
-        quad_update(q[k], u.terms, decay);
-        weights_store<MASTER, FULL>(q[k], u, s, p.at + i, p.element + i, n);
-        moments_store<MOMENTS_BF16, FULL>(q[k], u, s, p.at + i, p.element + i, n);
+        const bool sound = quad_update(q[k], u, decay);
+        weights_store<MASTER, FULL>(q[k], u, s, p.at + i, p.element + i, n, sound);
+        moments_store<MOMENTS_BF16, FULL>(q[k], u, s, p.at + i, p.element + i, n, sound);
     }
 }
 
@@ -343,6 +349,9 @@ void adamw_step_cuda(const struct adamw_config *config, const struct adamw_cuda 
     }
     update u = {};
     u.terms = adamw_terms_of(config, grad_scale, lr, number);
+    u.inverse1 = 1.0f / u.terms.correction1;
+    u.inverse2 = 1.0f / u.terms.correction2;
+    u.sound = sound_terms(&u.terms);
     u.state = *state;
     u.grads = grads;
     u.weight_decay = config->weight_decay;

@@ -14,9 +14,9 @@ struct gradnorm {
  * zeros, the segments likewise: bits depend on the gradients only. */
 struct gradnorm gradnorm_of(const float *grads, const struct adamw_segment *segments, int n_segments);
 
-/* CUDA: enqueues the same sums (per segment, blocks of 4096, fixed order) over FP32 or BF16 gradients. *result, device
- * memory, holds what gradnorm_of returns once the stream is done; scratch of gradnorm_scratch_bytes_cuda. `plan` is
- * adamw_plan_cuda's, whose blocks it shares. */
+/* CUDA: the same over FP32 or BF16 gradients, with the same bits: *result, device memory, holds what gradnorm_of
+ * returns once the stream is done. Scratch of gradnorm_scratch_bytes_cuda, aligned to 16 bytes; the plan is
+ * adamw_plan_cuda's. */
 struct gradnorm_cuda {
     const void *plan;
     int64_t blocks;
