@@ -12,8 +12,9 @@ extern "C" {
 
 enum {
     THREADS = 256,
-    SUM_THREADS = 64,   /* of a block that sums: 512 columns, so that the list of a frequent token has many blocks */
-    SUM_AHEAD = 16,     /* rows on their way at a time */
+    SHORT_LIST = 4,     /* lists up to here are summed by blocks of THREADS with few registers; most are of one place */
+    LONG_THREADS = 64,  /* of a block that sums a longer one: 512 columns, so that a frequent token has many blocks */
+    LONG_AHEAD = 16,    /* rows of a longer one on their way at a time */
     SORT_BLOCKS = 1056, /* eight a multiprocessor of 132; changes no bit */
     SORT_WARP = 32,     /* longest list that a warp sorts */
     SORT_BLOCK = 2048,  /* longest list that a block sorts; of longer ones it looks through all tokens again */
@@ -26,11 +27,12 @@ struct bucket {
 
 /* Scratch, in this order: `used` and `start` are zeroed together. */
 struct lists {
-    int32_t *used;    /* places given out, buckets given out, 2 unused */
+    int32_t *used;    /* places, short and long buckets given out, 1 unused */
     int32_t *start;   /* (V): how often a token occurs; once it has a bucket, its first */
     int32_t *arrival; /* (T): how many of the same token came before */
     int32_t *places;  /* (T) */
-    bucket *buckets;  /* (T) */
+    bucket *buckets;  /* (T): short lists from the front, long ones from the back */
+    int64_t count;    /* T */
 };
 
 static lists lists_at(void *scratch, int64_t count, int64_t vocab)
@@ -41,6 +43,7 @@ static lists lists_at(void *scratch, int64_t count, int64_t vocab)
     l.arrival = l.start + vocab;
     l.places = l.arrival + count;
     l.buckets = (bucket *)(l.places + count);
+    l.count = count;
     return l;
 }
 
@@ -74,30 +77,55 @@ void embedding_fwd_cuda(const bf16 *weight, const int32_t *tokens, int64_t count
 
 /* ---- backward: the lists ---- */
 
-static __global__ void embedding_count_kernel(const int32_t *tokens, int64_t count, lists l)
+static __global__ void embedding_count_kernel(const int32_t *tokens, lists l)
 {
     const int64_t t = blockIdx.x * (int64_t)THREADS + threadIdx.x;
-    if (t < count) {
+    if (t < l.count) {
         l.arrival[t] = atomicAdd(&l.start[tokens[t]], 1);
     }
 }
 
+__device__ __forceinline__ bucket *long_bucket(const lists &l, int number)
+{
+    return l.buckets + l.count - 1 - number;
+}
+
+/* Numbers for the lanes that `want` one, from a counter: one addition for the warp. All lanes call it. */
+__device__ __forceinline__ int32_t take(int32_t *counter, int32_t want)
+{
+    const int lane = threadIdx.x & 31;
+    int32_t sum = want; /* of this lane and those before */
+    for (int o = 1; o < 32; o *= 2) {
+        const int32_t below = __shfl_up_sync(0xffffffffu, sum, o);
+        sum += lane >= o ? below : 0;
+    }
+    int32_t first = 0;
+    if (lane == 31 && sum > 0) {
+        first = atomicAdd(counter, sum);
+    }
+    return __shfl_sync(0xffffffffu, first, 31) + sum - want;
+}
+
 /* The first arrival of a token takes a bucket for it. */
-static __global__ void embedding_buckets_kernel(const int32_t *tokens, int64_t count, lists l)
+static __global__ void __launch_bounds__(THREADS) embedding_buckets_kernel(const int32_t *tokens, lists l)
 {
     const int64_t t = blockIdx.x * (int64_t)THREADS + threadIdx.x;
-    if (t < count && l.arrival[t] == 0) {
-        const int32_t token = tokens[t], length = l.start[token];
-        const int32_t first = atomicAdd(&l.used[0], length);
-        l.buckets[atomicAdd(&l.used[1], 1)] = {token, first, length};
+    const bool leads = t < l.count && l.arrival[t] == 0;
+    const int32_t token = leads ? tokens[t] : 0, length = leads ? l.start[token] : 0;
+    const int32_t first = take(&l.used[0], length);
+    const bool is_short = length <= SHORT_LIST;
+    const int32_t short_number = take(&l.used[1], leads && is_short),
+                  long_number = take(&l.used[2], leads && !is_short);
+    if (leads) {
+        *(is_short ? l.buckets + short_number : long_bucket(l, long_number)) = {token, first, length};
         l.start[token] = first;
     }
 }
 
-static __global__ void embedding_fill_kernel(const int32_t *tokens, int64_t count, lists l)
+static __global__ void embedding_fill_kernel(const int32_t *tokens, lists l)
 {
     const int64_t t = blockIdx.x * (int64_t)THREADS + threadIdx.x;
-    if (t < count) {
+    if (t < l.count) {
         l.places[l.start[tokens[t]] + l.arrival[t]] = (int32_t)t;
     }
 }
@@ -160,81 +188,164 @@ __device__ __forceinline__ void collect_in_block(const int32_t *tokens, int64_t 
     }
 }
 
-static __global__ void __launch_bounds__(THREADS) embedding_sort_kernel(const int32_t *tokens, int64_t count, lists l)
+static __global__ void __launch_bounds__(THREADS) embedding_sort_kernel(const int32_t *tokens, lists l)
 {
-    const int buckets = l.used[1], warps = THREADS / 32;
-    for (int b = blockIdx.x * warps + (threadIdx.x >> 5); b < buckets; b += gridDim.x * warps) {
-        const bucket k = l.buckets[b];
-        if (k.length > 1 && k.length <= SORT_WARP) {
+    const int n_short = l.used[1], n_long = l.used[2], warps = THREADS / 32;
+    for (int b = blockIdx.x; b < n_long; b += gridDim.x) {
+        const bucket k = *long_bucket(l, b);
+        if (k.length > SORT_BLOCK) {
+            collect_in_block(tokens, l.count, k.token, l.places + k.first);
+        } else if (k.length > SORT_WARP) {
+            sort_in_block(l.places + k.first, k.length);
+        } else if (threadIdx.x < 32) {
             sort_in_warp(l.places + k.first, k.length);
         }
     }
-    for (int b = blockIdx.x; b < buckets; b += gridDim.x) {
+    for (int b = blockIdx.x * warps + (threadIdx.x >> 5); b < n_short; b += gridDim.x * warps) {
         const bucket k = l.buckets[b];
-        if (k.length > SORT_BLOCK) {
-            collect_in_block(tokens, count, k.token, l.places + k.first);
-        } else if (k.length > SORT_WARP) {
-            sort_in_block(l.places + k.first, k.length);
+        if (k.length > 1) {
+            sort_in_warp(l.places + k.first, k.length);
         }
     }
 }
 
 /* ---- backward: the sums ---- */
 
-__device__ __forceinline__ void row_add(void *dweight, bool is_bf16, int64_t at, const float *sum)
-{
-    if (is_bf16) {
-        bf16 *row = (bf16 *)dweight + at;
-        float old[8];
-        bf16x8_unpack(bf16x8_load(row), old);
+/* Eight gradients: loaded early, so that they are on their way together with the rows, and stored with `sum` added. */
+template <bool BF16> struct gradient8 {
+    uint4 words[BF16 ? 1 : 2];
+
+    __device__ __forceinline__ static uint4 *place(void *dweight, int64_t at)
+    {
+        return reinterpret_cast<uint4 *>(static_cast<char *>(dweight) + at * (BF16 ? 2 : 4));
+    }
+
+    __device__ __forceinline__ void load(void *dweight, int64_t at)
+    {
+#pragma unroll
+        for (int i = 0; i < (BF16 ? 1 : 2); i++) {
+            words[i] = place(dweight, at)[i];
+        }
+    }
+
+    __device__ __forceinline__ void store_sum(void *dweight, int64_t at, const float *sum) const
+    {
+        float x[8];
+        if constexpr (BF16) {
+            bf16x8_unpack({words[0]}, x);
+        } else {
+            memcpy(x, words, sizeof x);
+        }
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            old[i] += sum[i];
+            x[i] += sum[i];
         }
-        bf16x8_store(row, bf16x8_pack(old));
-        return;
+        if constexpr (BF16) {
+            place(dweight, at)[0] = bf16x8_pack(x).words;
+        } else {
+            uint4 back[2];
+            memcpy(back, x, sizeof back);
+            place(dweight, at)[0] = back[0];
+            place(dweight, at)[1] = back[1];
+        }
     }
-    float4 *row = reinterpret_cast<float4 *>((float *)dweight + at);
+};
+
+__device__ __forceinline__ void sum_row(float *sum, bf16x8 row)
+{
+    float value[8];
+    bf16x8_unpack(row, value);
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const float4 old = row[i];
-        row[i] =
-            make_float4(old.x + sum[4 * i], old.y + sum[4 * i + 1], old.z + sum[4 * i + 2], old.w + sum[4 * i + 3]);
+    for (int j = 0; j < 8; j++) {
+        sum[j] += value[j];
     }
 }
 
-/* A block sums 512 columns of a bucket, a thread eight of them; blockIdx.y cuts the width. */
-static __global__ void __launch_bounds__(SUM_THREADS)
-    embedding_sum_kernel(const bf16 *dout, int64_t width, void *dweight, bool is_bf16, lists l)
+/* A thread sums eight columns of a short list; blockIdx.y cuts the width. */
+template <bool BF16>
+static __global__ void __launch_bounds__(THREADS)
+    embedding_short_kernel(const bf16 *dout, int64_t width, void *dweight, lists l)
 {
-    const int64_t c = 8 * (blockIdx.y * (int64_t)SUM_THREADS + threadIdx.x);
+    const int64_t c = 8 * (blockIdx.y * (int64_t)THREADS + threadIdx.x);
     if ((int)blockIdx.x >= l.used[1] || c >= width) {
         return;
     }
     const bucket k = l.buckets[blockIdx.x];
-    const int32_t *places = l.places + k.first;
-    float sum[8] = {};
-    for (int first = 0; first < k.length; first += SUM_AHEAD) {
-        bf16x8 row[SUM_AHEAD];
+    gradient8<BF16> gradient;
+    gradient.load(dweight, k.token * width + c);
+    bf16x8 row[SHORT_LIST];
 #pragma unroll
-        for (int i = 0; i < SUM_AHEAD; i++) {
-            if (first + i < k.length) {
-                row[i] = bf16x8_load(dout + places[first + i] * width + c);
-            }
+    for (int i = 0; i < SHORT_LIST; i++) {
+        if (i < k.length) {
+            row[i] = bf16x8_load(dout + l.places[k.first + i] * width + c);
         }
+    }
+    float sum[8] = {};
 #pragma unroll
-        for (int i = 0; i < SUM_AHEAD; i++) {
-            if (first + i < k.length) {
-                float value[8];
-                bf16x8_unpack(row[i], value);
+    for (int i = 0; i < SHORT_LIST; i++) {
+        if (i < k.length) {
+            sum_row(sum, row[i]);
+        }
+    }
+    gradient.store_sum(dweight, k.token * width + c, sum);
+}
+
+/* The same for a long list: a lane holds the places of 32 rows ahead, and LONG_AHEAD rows are on their way. */
+template <bool BF16>
+static __global__ void __launch_bounds__(LONG_THREADS)
+    embedding_long_kernel(const bf16 *dout, int64_t width, void *dweight, lists l)
+{
+    if ((int)blockIdx.x >= l.used[2]) {
+        return;
+    }
+    const bucket k = *long_bucket(l, blockIdx.x);
+    const int32_t *places = l.places + k.first;
+    const int lane = threadIdx.x & 31;
+    const int64_t c = 8 * (blockIdx.y * (int64_t)LONG_THREADS + threadIdx.x);
+    const bool here = c < width; /* idle lanes stay for the shuffles */
+    float sum[8] = {};
+    int32_t ahead = lane < k.length ? places[lane] : 0;
+    for (int first = 0; first < k.length; first += 32) {
+        const int32_t held = ahead;
+        ahead = first + 32 + lane < k.length ? places[first + 32 + lane] : 0;
 #pragma unroll
-                for (int j = 0; j < 8; j++) {
-                    sum[j] += value[j];
+        for (int part = 0; part < 32; part += LONG_AHEAD) {
+            bf16x8 row[LONG_AHEAD];
+#pragma unroll
+            for (int i = 0; i < LONG_AHEAD; i++) {
+                const int64_t place = __shfl_sync(0xffffffffu, held, part + i);
+                if (here && first + part + i < k.length) {
+                    row[i] = bf16x8_load(dout + place * width + c);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < LONG_AHEAD; i++) {
+                if (here && first + part + i < k.length) {
+                    sum_row(sum, row[i]);
                 }
             }
         }
     }
-    row_add(dweight, is_bf16, k.token * width + c, sum);
+    if (here) {
+        gradient8<BF16> gradient;
+        gradient.load(dweight, k.token * width + c);
+        gradient.store_sum(dweight, k.token * width + c, sum);
+    }
+}
+
+template <bool BF16> static void sums_launch(const embedding_bwd *a, const lists &l, const cuda *on)
+{
+    const unsigned int shorts = (unsigned int)a->count,
+                       longs = (unsigned int)(a->count / (SHORT_LIST + 1)); /* at most */
+    if (longs > 0) {                                                        /* first: the longest take long */
+        embedding_long_kernel<BF16>
+            <<<dim3(longs, cuda_blocks(a->width, 8 * LONG_THREADS)), LONG_THREADS, 0, on->stream>>>(a->dout, a->width,
+                                                                                                    a->dweight, l);
+        cuda_launched(on, "embedding_long");
+    }
+    embedding_short_kernel<BF16><<<dim3(shorts, cuda_blocks(a->width, 8 * THREADS)), THREADS, 0, on->stream>>>(
+        a->dout, a->width, a->dweight, l);
+    cuda_launched(on, "embedding_short");
 }
 
 void embedding_bwd_cuda(const embedding_bwd *a, const cuda *on)
@@ -247,15 +358,17 @@ void embedding_bwd_cuda(const embedding_bwd *a, const cuda *on)
     const lists l = lists_at(a->scratch, a->count, a->vocab);
     const unsigned int blocks = cuda_blocks(a->count, THREADS);
     cuda_zero(on, l.used, (size_t)(4 + a->vocab) * sizeof(int32_t));
-    embedding_count_kernel<<<blocks, THREADS, 0, on->stream>>>(a->tokens, a->count, l);
+    embedding_count_kernel<<<blocks, THREADS, 0, on->stream>>>(a->tokens, l);
     cuda_launched(on, "embedding_count");
-    embedding_buckets_kernel<<<blocks, THREADS, 0, on->stream>>>(a->tokens, a->count, l);
+    embedding_buckets_kernel<<<blocks, THREADS, 0, on->stream>>>(a->tokens, l);
     cuda_launched(on, "embedding_buckets");
-    embedding_fill_kernel<<<blocks, THREADS, 0, on->stream>>>(a->tokens, a->count, l);
+    embedding_fill_kernel<<<blocks, THREADS, 0, on->stream>>>(a->tokens, l);
     cuda_launched(on, "embedding_fill");
-    embedding_sort_kernel<<<SORT_BLOCKS, THREADS, 0, on->stream>>>(a->tokens, a->count, l);
+    embedding_sort_kernel<<<SORT_BLOCKS, THREADS, 0, on->stream>>>(a->tokens, l);
     cuda_launched(on, "embedding_sort");
-    embedding_sum_kernel<<<dim3((unsigned int)a->count, cuda_blocks(a->width, 8 * SUM_THREADS)), SUM_THREADS, 0,
-                           on->stream>>>(a->dout, a->width, a->dweight, a->grad_type == DTYPE_BF16, l);
-    cuda_launched(on, "embedding_sum");
+    if (a->grad_type == DTYPE_BF16) {
+        sums_launch<true>(a, l, on);
+    } else {
+        sums_launch<false>(a, l, on);
+    }
 }

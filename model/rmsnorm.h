@@ -29,7 +29,7 @@ void rmsnorm_fwd_cuda(const struct rmsnorm_fwd *a, const struct cuda *on);
 /*   dx     = the gradient for dy, or with `residual` (same stride as dx; may be dx) residual + that, rounded once.
  *            dx may be dy, not x.
  *   dgain  (width) fp32: the sum over rows, groups in order; overwritten, or added to with `accumulate`. CUDA: the
- *          rows are cut in at most 396 parts, each summed in order (heads: in interleaved teams), then the parts: the
+ *          rows are cut in at most 264 parts (heads: 396), each summed in order (heads: in interleaved teams), then the parts: the
  *          bits depend on the shape only. */
 struct rmsnorm_bwd {
     int64_t rows, groups, width, x_stride, dy_stride, dx_stride;

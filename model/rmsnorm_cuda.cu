@@ -11,9 +11,10 @@ extern "C" {
 enum {
     NARROW_WIDTH = 256,   /* up to here a part of a warp takes an item, one vector a lane */
     NARROW_THREADS = 256, /* threads of a block of such teams */
+    NARROW_ITEMS = 4,     /* that a team of forward takes */
     WIDE_THREADS = 512,   /* at most; two vectors a lane, four beyond 8192 */
-    BACKWARD_PARTS = 396, /* blocks of backward, each with its own sum for dgain: three a multiprocessor of 132. A
-                             constant, so that bits do not depend on the device */
+    WIDE_PARTS = 264,     /* blocks of backward, each with its own sum for dgain: two a multiprocessor of 132. A */
+    NARROW_PARTS = 396,   /* constant, so that bits do not depend on the device */
     COLUMN_ROWS = 32,     /* parts that the column sum adds side by side */
 };
 
@@ -58,67 +59,100 @@ static int team_lanes(int64_t width, bool narrow, int vectors)
 
 /* ---- forward ---- */
 
+/* Where vector v of this thread lies: of a wide row the next piece, of narrow items the same piece of another item, so
+ * that several are on their way at a time. */
+struct fwd_place {
+    int64_t item, column, x, y; /* x, y: offsets */
+    bool in;
+};
+
+template <bool NARROW>
+__device__ __forceinline__ fwd_place fwd_place_of(const rmsnorm_fwd &a, const team &t, int v, int vectors)
+{
+    const int64_t teams = NARROW ? NARROW_THREADS / t.lanes : 1;
+    const int64_t item = NARROW ? (blockIdx.x * (int64_t)vectors + v) * teams + t.index : (int64_t)blockIdx.x;
+    const int64_t row = a.groups == 1 ? item : (uint32_t)item / (uint32_t)a.groups;
+    const int64_t column = 8 * (t.lane + (NARROW ? 0 : (int64_t)v * t.lanes)),
+                  in_row = (item - row * a.groups) * a.width;
+    const bool in = column < a.width && item < a.rows * a.groups;
+    return {item, column, row * a.x_stride + in_row + column, row * a.y_stride + in_row + column, in};
+}
+
+/* x + branch rounded, kept where it belongs. */
+__device__ __forceinline__ bf16x8 branch_join(const rmsnorm_fwd &a, const fwd_place &p, bf16x8 x8, bf16x8 branch8)
+{
+    float x[8], branch[8];
+    bf16x8_unpack(x8, x);
+    bf16x8_unpack(branch8, branch);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        x[i] += branch[i];
+    }
+    x8 = bf16x8_pack(x);
+    if (p.in) {
+        bf16x8_store(a.sum + p.x, x8);
+    }
+    return x8;
+}
+
+__device__ __forceinline__ float squares_add(float sum, bf16x8 x8)
+{
+    float x[8];
+    bf16x8_unpack(x8, x);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        sum = fmaf(x[i], x[i], sum);
+    }
+    return sum;
+}
+
+__device__ __forceinline__ void normalised_store(const rmsnorm_fwd &a, const fwd_place &p, bf16x8 x8, float inv)
+{
+    if (p.in) {
+        float x[8], gain[8];
+        bf16x8_unpack(x8, x);
+        bf16x8_unpack(bf16x8_load(a.gain + p.column), gain);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            x[i] = x[i] * inv * gain[i];
+        }
+        bf16x8_store(a.y + p.y, bf16x8_pack(x));
+        if (p.column == 0) {
+            a.inv_rms[p.item] = inv;
+        }
+    }
+}
+
 template <int VECTORS, bool NARROW>
 static __global__ void __launch_bounds__(WIDE_THREADS) rmsnorm_fwd_kernel(const rmsnorm_fwd a, int lanes)
 {
+    const bf16x8 zeros = {make_uint4(0, 0, 0, 0)};
     const team t = team_here<NARROW>(lanes);
-    const int64_t item = NARROW ? blockIdx.x * (int64_t)(NARROW_THREADS / lanes) + t.index : (int64_t)blockIdx.x;
-    const bool here = item < a.rows * a.groups;
-    const int64_t row = a.groups == 1 ? item : item / a.groups, group = item - row * a.groups;
-    const int64_t x_at = row * a.x_stride + group * a.width, y_at = row * a.y_stride + group * a.width;
-
     bf16x8 x[VECTORS], branch[VECTORS];
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
-        const int64_t c = 8 * (t.lane + (int64_t)v * t.lanes);
-        const bool in = here && c < a.width;
-        x[v] = in ? bf16x8_load(a.x + x_at + c) : bf16x8{make_uint4(0, 0, 0, 0)};
-        branch[v] = in && a.branch != NULL ? bf16x8_load(a.branch + row * a.width + c) : bf16x8{make_uint4(0, 0, 0, 0)};
+        const fwd_place p = fwd_place_of<NARROW>(a, t, v, VECTORS);
+        x[v] = p.in ? bf16x8_load(a.x + p.x) : zeros;
+        branch[v] = p.in && a.branch != NULL ? bf16x8_load(a.branch + p.item * a.width + p.column) : zeros;
     }
-    float squares = 0.0f;
+    float squares = 0.0f, inv = 0.0f;
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
-        const int64_t c = 8 * (t.lane + (int64_t)v * t.lanes);
-        float value[8];
-        bf16x8_unpack(x[v], value);
-        if (a.branch != NULL) {
-            float more[8];
-            bf16x8_unpack(branch[v], more);
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                value[i] += more[i];
-            }
-            x[v] = bf16x8_pack(value);
-            bf16x8_unpack(x[v], value); /* what is kept is what is normalised */
-            if (here && c < a.width) {
-                bf16x8_store(a.sum + x_at + c, x[v]);
-            }
+        const fwd_place p = fwd_place_of<NARROW>(a, t, v, VECTORS);
+        if (a.branch != NULL) { /* what is kept is what is normalised */
+            x[v] = branch_join(a, p, x[v], branch[v]);
         }
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            squares = fmaf(value[i], value[i], squares);
+        squares = squares_add(NARROW ? 0.0f : squares, x[v]);
+        if (NARROW || v == VECTORS - 1) {
+            inv = 1.0f / sqrtf(team_sum<NARROW>(squares, t.lanes) / (float)a.width + a.eps);
+        }
+        if (NARROW) {
+            normalised_store(a, p, x[v], inv);
         }
     }
-    const float inv = 1.0f / sqrtf(team_sum<NARROW>(squares, t.lanes) / (float)a.width + a.eps);
-    if (!here) {
-        return;
-    }
-    if (t.lane == 0) {
-        a.inv_rms[item] = inv;
-    }
 #pragma unroll
-    for (int v = 0; v < VECTORS; v++) {
-        const int64_t c = 8 * (t.lane + (int64_t)v * t.lanes);
-        if (c < a.width) {
-            float value[8], gain[8];
-            bf16x8_unpack(x[v], value);
-            bf16x8_unpack(bf16x8_load(a.gain + c), gain);
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                value[i] = value[i] * inv * gain[i];
-            }
-            bf16x8_store(a.y + y_at + c, bf16x8_pack(value));
-        }
+    for (int v = 0; v < VECTORS && !NARROW; v++) {
+        normalised_store(a, fwd_place_of<NARROW>(a, t, v, VECTORS), x[v], inv);
     }
 }
 
@@ -127,13 +161,14 @@ void rmsnorm_fwd_cuda(const rmsnorm_fwd *a, const cuda *on)
     ASSERT(a->width > 0 && a->width % 8 == 0 && a->x_stride % 8 == 0 && a->y_stride % 8 == 0);
     ASSERT(a->width <= (int64_t)WIDE_THREADS * 32 && (a->branch == NULL || (a->groups == 1 && a->sum != NULL)));
     const int64_t items = a->rows * a->groups;
+    ASSERT(items < INT32_MAX);
     if (items == 0) {
         return;
     }
     if (a->width <= NARROW_WIDTH) {
         int lanes = team_lanes(a->width, true, 1);
-        rmsnorm_fwd_kernel<1, true>
-            <<<cuda_blocks(items, NARROW_THREADS / lanes), NARROW_THREADS, 0, on->stream>>>(*a, lanes);
+        rmsnorm_fwd_kernel<NARROW_ITEMS, true>
+            <<<cuda_blocks(items, NARROW_ITEMS * (NARROW_THREADS / lanes)), NARROW_THREADS, 0, on->stream>>>(*a, lanes);
     } else if (a->width <= WIDE_THREADS * 16) {
         int lanes = team_lanes(a->width, false, 2);
         rmsnorm_fwd_kernel<2, false><<<(unsigned int)items, lanes, 0, on->stream>>>(*a, lanes);
@@ -146,64 +181,99 @@ void rmsnorm_fwd_cuda(const rmsnorm_fwd *a, const cuda *on)
 
 /* ---- backward ---- */
 
-/* Where an item's numbers lie, and what of them is loaded ahead. */
-template <int VECTORS> struct item_data {
-    bf16x8 x[VECTORS], dy[VECTORS];
-    float inv;
-};
-
-__device__ __forceinline__ int64_t item_at(const rmsnorm_bwd &a, int64_t item, int64_t stride)
+/* Sixteen bytes from global to shared memory, zeros where `in` is false; the copy is on its way until its group has
+ * been waited for. PTX ISA, cp.async. */
+__device__ __forceinline__ void copy16_start(uint4 *shared, const bf16 *from, bool in)
 {
-    const int64_t row = a.groups == 1 ? item : item / a.groups;
-    return row * stride + (item - row * a.groups) * a.width;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
+                 "l"(from), "r"(in ? 16 : 0)
+                 : "memory");
 }
 
-template <int VECTORS>
-__device__ __forceinline__ void item_load(item_data<VECTORS> &d, const rmsnorm_bwd &a, const team &t, int64_t item,
-                                          bool here)
+__device__ __forceinline__ void copies_commit()
 {
-    const int64_t x_at = item_at(a, item, a.x_stride), dy_at = item_at(a, item, a.dy_stride);
-    d.inv = here ? a.inv_rms[item] : 0.0f;
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+/* Waits until at most `pending` of this thread's groups are on their way. */
+template <int PENDING> __device__ __forceinline__ void copies_wait()
+{
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+/* Where an item's numbers lie: offsets of its first element, without the column. */
+struct item_place {
+    int64_t x, dy, dx;
+};
+
+__device__ __forceinline__ item_place place_of(const rmsnorm_bwd &a, int64_t item)
+{
+    int64_t row = item, in_row = 0;
+    if (a.groups > 1) {
+        row = (uint32_t)item / (uint32_t)a.groups;
+        in_row = (item - row * a.groups) * a.width;
+    }
+    return {row * a.x_stride + in_row, row * a.dy_stride + in_row, row * a.dx_stride + in_row};
+}
+
+/* Items on their way are kept in a ring in shared memory. A thread reads only what it copied itself: no barriers. */
+template <int VECTORS> struct ring {
+    static const int stages = VECTORS == 4 ? 2 : 4;
+    uint4 *shared; /* (stages, 3 arrays, VECTORS, threads), this thread's */
+
+    __device__ __forceinline__ uint4 *at(int stage, int array, int v) const
+    {
+        return shared + ((stage * 3 + array) * VECTORS + v) * (int)blockDim.x;
+    }
+};
+
+template <int VECTORS>
+__device__ __forceinline__ void item_start(const ring<VECTORS> &r, int stage, const rmsnorm_bwd &a, const team &t,
+                                           int64_t item, bool here)
+{
+    const item_place p = place_of(a, here ? item : 0);
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
         const int64_t c = 8 * (t.lane + (int64_t)v * t.lanes);
         const bool in = here && c < a.width;
-        d.x[v] = in ? bf16x8_load(a.x + x_at + c) : bf16x8{make_uint4(0, 0, 0, 0)};
-        d.dy[v] = in ? bf16x8_load(a.dy + dy_at + c) : bf16x8{make_uint4(0, 0, 0, 0)};
+        copy16_start(r.at(stage, 0, v), a.x + p.x + (in ? c : 0), in);
+        copy16_start(r.at(stage, 1, v), a.dy + p.dy + (in ? c : 0), in);
+        if (a.residual != NULL) {
+            copy16_start(r.at(stage, 2, v), a.residual + p.dx + (in ? c : 0), in);
+        }
     }
+    copies_commit();
 }
 
-template <int VECTORS> __device__ __forceinline__ float item_dot(const item_data<VECTORS> &d, const bf16x8 *gain)
+__device__ __forceinline__ float vector_dot(bf16x8 x8, bf16x8 dy8, bf16x8 gain8, float dot)
 {
-    float dot = 0.0f;
+    float x[8], dy[8], g[8];
+    bf16x8_unpack(x8, x);
+    bf16x8_unpack(dy8, dy);
+    bf16x8_unpack(gain8, g);
 #pragma unroll
-    for (int v = 0; v < VECTORS; v++) {
-        float x[8], dy[8], g[8];
-        bf16x8_unpack(d.x[v], x);
-        bf16x8_unpack(d.dy[v], dy);
-        bf16x8_unpack(gain[v], g);
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            dot = fmaf(g[i] * dy[i], x[i], dot);
-        }
+    for (int i = 0; i < 8; i++) {
+        dot = fmaf(g[i] * dy[i], x[i], dot);
     }
     return dot;
 }
 
 /* dx of eight elements; adds their share of dgain to `columns`. */
-__device__ __forceinline__ bf16x8 vector_finish(bf16x8 x8, bf16x8 dy8, bf16x8 gain8, bf16x8 residual8, bool residual,
-                                                float inv, float slope, float *columns)
+__device__ __forceinline__ bf16x8 vector_finish(bf16x8 x8, bf16x8 dy8, bf16x8 gain8, const uint4 *residual, float inv,
+                                                float slope, float *columns)
 {
     float x[8], dy[8], gain[8], rest[8];
     bf16x8_unpack(x8, x);
     bf16x8_unpack(dy8, dy);
     bf16x8_unpack(gain8, gain);
-    bf16x8_unpack(residual8, rest);
+    if (residual != NULL) {
+        bf16x8_unpack({*residual}, rest);
+    }
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         columns[i] = fmaf(dy[i], x[i] * inv, columns[i]);
         float d = inv * (gain[i] * dy[i] - x[i] * slope);
-        x[i] = residual ? rest[i] + d : d;
+        x[i] = residual != NULL ? rest[i] + d : d;
     }
     return bf16x8_pack(x);
 }
@@ -226,16 +296,22 @@ __device__ __forceinline__ void teams_add(const float *columns, const team &t, i
     }
 }
 
-/* A block takes `per_block` items in order. The next item's x and dy are on their way while this one is reduced. */
+/* A block takes `per_block` items in order. */
 template <int VECTORS, bool NARROW>
-static __global__ void __launch_bounds__(WIDE_THREADS)
+static __global__ void __launch_bounds__(NARROW ? NARROW_THREADS : WIDE_THREADS, NARROW ? 3 : 1)
     rmsnorm_bwd_kernel(const rmsnorm_bwd a, int64_t per_block, int lanes)
 {
+    extern __shared__ uint4 ring_memory[];
+    const ring<VECTORS> r = {ring_memory + threadIdx.x};
     const team t = team_here<NARROW>(lanes);
     const int64_t teams = NARROW ? NARROW_THREADS / lanes : 1;
     const int64_t items = a.rows * a.groups, begin = blockIdx.x * per_block;
     const int64_t end = begin + per_block < items ? begin + per_block : items;
 
+    int64_t ahead = begin + t.index;
+    for (int stage = 0; stage < r.stages - 1; stage++, ahead += teams) {
+        item_start(r, stage, a, t, ahead, ahead < end);
+    }
     bf16x8 gain[VECTORS];
     float columns[8 * VECTORS] = {};
 #pragma unroll
@@ -243,33 +319,39 @@ static __global__ void __launch_bounds__(WIDE_THREADS)
         const int64_t c = 8 * (t.lane + (int64_t)v * t.lanes);
         gain[v] = c < a.width ? bf16x8_load(a.gain + c) : bf16x8{make_uint4(0, 0, 0, 0)};
     }
-    item_data<VECTORS> ahead;
-    item_load(ahead, a, t, begin + t.index, begin + t.index < end);
+    float inv_ahead = begin + t.index < end ? a.inv_rms[begin + t.index] : 0.0f;
+    int stage = 0;
     for (int64_t first = begin; first < end; first += teams) { /* the same trips for all teams: they shuffle together */
         const int64_t item = first + t.index;
         const bool here = item < end;
-        const item_data<VECTORS> now = ahead;
-        const int64_t dx_at = item_at(a, item, a.dx_stride);
-        bf16x8 residual[VECTORS];
+        const float inv = inv_ahead;
+        inv_ahead = item + teams < end ? a.inv_rms[item + teams] : 0.0f;
+        item_start(r, (stage + r.stages - 1) % r.stages, a, t, ahead, ahead < end);
+        ahead += teams;
+        copies_wait<ring<VECTORS>::stages - 1>();
+        float dot = 0.0f;
+        bf16x8 x[VECTORS], dy[VECTORS];
 #pragma unroll
         for (int v = 0; v < VECTORS; v++) {
-            const int64_t c = 8 * (t.lane + (int64_t)v * t.lanes);
-            const bool in = here && c < a.width && a.residual != NULL;
-            residual[v] = in ? bf16x8_load(a.residual + dx_at + c) : bf16x8{make_uint4(0, 0, 0, 0)};
+            x[v].words = *r.at(stage, 0, v);
+            dy[v].words = *r.at(stage, 1, v);
+            dot = vector_dot(x[v], dy[v], gain[v], dot);
         }
-        item_load(ahead, a, t, item + teams, item + teams < end);
-        const float dot = team_sum<NARROW>(item_dot(now, gain), t.lanes);
-        const float slope = dot / (float)a.width * now.inv * now.inv;
+        dot = team_sum<NARROW>(dot, t.lanes);
+        const float slope = dot / (float)a.width * inv * inv;
+        const int64_t dx_at = place_of(a, here ? item : 0).dx;
 #pragma unroll
         for (int v = 0; v < VECTORS; v++) {
             const int64_t c = 8 * (t.lane + (int64_t)v * t.lanes);
-            bf16x8 dx = vector_finish(now.x[v], now.dy[v], gain[v], residual[v], a.residual != NULL, now.inv, slope,
-                                      columns + 8 * v);
+            const uint4 *residual = a.residual != NULL ? r.at(stage, 2, v) : NULL;
+            bf16x8 dx = vector_finish(x[v], dy[v], gain[v], residual, inv, slope, columns + 8 * v);
             if (here && c < a.width) {
                 bf16x8_store(a.dx + dx_at + c, dx);
             }
         }
+        stage = (stage + 1) % r.stages;
     }
+    copies_wait<0>();
     float *part = a.scratch + blockIdx.x * a.width;
     if constexpr (NARROW) {
         teams_add(columns, t, (int)teams, a.width, part);
@@ -318,33 +400,52 @@ struct backward_cut {
     int64_t per_block, blocks;
 };
 
-static backward_cut cut_of(int64_t items, int64_t teams)
+static backward_cut cut_of(int64_t items, int64_t teams, int64_t parts)
 {
     int64_t rounds = (items + teams - 1) / teams;
-    int64_t per_block = (rounds + BACKWARD_PARTS - 1) / BACKWARD_PARTS * teams;
+    int64_t per_block = (rounds + parts - 1) / parts * teams;
     return {per_block, (items + per_block - 1) / per_block};
+}
+
+static int64_t parts_of(int64_t width)
+{
+    return width <= NARROW_WIDTH ? NARROW_PARTS : WIDE_PARTS;
 }
 
 size_t rmsnorm_bwd_scratch_bytes_cuda(int64_t rows, int64_t groups, int64_t width)
 {
-    int64_t items = rows * groups; /* no more parts than items, whatever the team */
-    return (size_t)((items < BACKWARD_PARTS ? items : (int64_t)BACKWARD_PARTS) * width) * sizeof(float);
+    int64_t items = rows * groups, parts = parts_of(width); /* no more parts than items, whatever the team */
+    return (size_t)((items < parts ? items : parts) * width) * sizeof(float);
+}
+
+template <int VECTORS, bool NARROW>
+static void backward_launch(const rmsnorm_bwd *a, const backward_cut &cut, int lanes, const cuda *on)
+{
+    const int threads = NARROW ? (int)NARROW_THREADS : lanes;
+    const size_t shared = (size_t)ring<VECTORS>::stages * 3 * VECTORS * threads * sizeof(uint4);
+    cudaFuncSetAttribute(rmsnorm_bwd_kernel<VECTORS, NARROW>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
+    rmsnorm_bwd_kernel<VECTORS, NARROW>
+        <<<(unsigned int)cut.blocks, threads, shared, on->stream>>>(*a, cut.per_block, lanes);
+    cuda_launched(on, "rmsnorm_bwd");
 }
 
 void rmsnorm_bwd_cuda(const rmsnorm_bwd *a, const cuda *on)
 {
     ASSERT(a->width > 0 && a->width % 8 == 0 && a->width <= (int64_t)WIDE_THREADS * 32 && a->scratch != NULL);
     ASSERT(a->x_stride % 8 == 0 && a->dy_stride % 8 == 0 && a->dx_stride % 8 == 0 && a->dx != a->x);
-    ASSERT(a->rows * a->groups > 0 && (a->grad_type == DTYPE_F32 || a->grad_type == DTYPE_BF16));
+    ASSERT(a->rows * a->groups > 0 && a->rows * a->groups < INT32_MAX);
+    ASSERT(a->grad_type == DTYPE_F32 || a->grad_type == DTYPE_BF16);
     const bool narrow = a->width <= NARROW_WIDTH;
     const int vectors = narrow ? 1 : a->width <= WIDE_THREADS * 16 ? 2 : 4;
-    const int lanes = team_lanes(a->width, narrow, vectors), threads = narrow ? (int)NARROW_THREADS : lanes;
-    const backward_cut cut = cut_of(a->rows * a->groups, narrow ? NARROW_THREADS / lanes : 1);
-    auto kernel = narrow         ? rmsnorm_bwd_kernel<1, true>
-                  : vectors == 2 ? rmsnorm_bwd_kernel<2, false>
-                                 : rmsnorm_bwd_kernel<4, false>;
-    kernel<<<(unsigned int)cut.blocks, threads, 0, on->stream>>>(*a, cut.per_block, lanes);
-    cuda_launched(on, "rmsnorm_bwd");
+    const int lanes = team_lanes(a->width, narrow, vectors);
+    const backward_cut cut = cut_of(a->rows * a->groups, narrow ? NARROW_THREADS / lanes : 1, parts_of(a->width));
+    if (narrow) {
+        backward_launch<1, true>(a, cut, lanes, on);
+    } else if (vectors == 2) {
+        backward_launch<2, false>(a, cut, lanes, on);
+    } else {
+        backward_launch<4, false>(a, cut, lanes, on);
+    }
     rmsnorm_dgain_kernel<<<cuda_blocks(a->width, 32), dim3(32, COLUMN_ROWS), 0, on->stream>>>(
         a->scratch, cut.blocks, a->width, a->dgain, a->grad_type == DTYPE_BF16, a->accumulate);
     cuda_launched(on, "rmsnorm_dgain");
