@@ -1,17 +1,27 @@
 /* attention: the forward of the variant "cuda" (docs/numerics.md, section 5).
  *
- * A block of 8 warps owns 128 query rows of one head, a warp 16 of them; tiles of 64 keys go through two stages of
- * shared memory. Inside a tile a warp takes 32 keys at a time, the block of MXFP4: scores, anchor, P, O += P V, all in
- * registers (S 16, O D/2 a thread), so that two blocks fit a multiprocessor and one computes while the other waits.
- * What is rare lies off the straight path: moving an anchor, masks, the V of diagonal blocks (read from global). */
+ * A block of 4 warps owns 128 query rows of one head, a warp 32 of them (two tiles of 16, so that what it reads of K
+ * and V serves twice: shared memory is the limit); tiles of 64 keys go through two stages of shared memory. Inside a
+ * tile a warp takes 32 keys at a time, the block of MXFP4: scores, anchor, P, O += P V, all in registers. What is rare
+ * lies off the straight path: moving an anchor, masks, the V of diagonal blocks (read from global memory). */
 #include "attention/attention_mma.cuh"
 #include "attention/probability_cuda.cuh"
 
 #include <math.h>
 
-enum { WARPS = 8, THREADS = 32 * WARPS, ROWS = 16 * WARPS, KEYS = 64, STEP = ATTENTION_BLOCK, STAGES = 2 };
+enum {
+    WARPS = 4,
+    THREADS = 32 * WARPS,
+    TILES = 2, /* of 16 rows, a warp */
+    WARP_ROWS = 16 * TILES,
+    ROWS = WARP_ROWS * WARPS,
+    KEYS = 64,
+    STEP = ATTENTION_BLOCK,
+    STAGES = 2,
+};
+static_assert(STEP % WARP_ROWS == 0, "the rows of a warp lie in one block");
 
-/* Values of `p` a kernel is made for: the formats, and unrounded P (O' of bwd_stat = exact). */
+/* Values of `P` a kernel is made for: the formats, and unrounded P (O' of bwd_stat = exact). */
 enum { P_UNROUNDED = PV_FP4_UE5M3 + 1 };
 
 /* Rows of heads: element (b, h, t, d) at b batch + h head + t token + d. */
@@ -32,9 +42,10 @@ struct fwd_call {
     struct p_rule rule;
 };
 
-/* What a thread carries for its two rows, g and g + 8 of the warp's 16. */
+/* What a thread carries for rows g and g + 8 of a tile of 16. Sums are the lane's part. The last two are kept up by
+ * kernels with EXTRA only. */
 struct row_state {
-    float anchor[2], sum[2], magnitude[2]; /* sum and what follows: the lane's part */
+    float anchor[2], sum[2], magnitude[2];
     float sum_exact[2], lost[2];
 };
 
@@ -43,51 +54,86 @@ __device__ __forceinline__ const bf16 *operand_head(const operand &x, int64_t ba
     return x.data + batch * x.batch + head * x.head;
 }
 
-/* max that keeps NaN */
-__device__ __forceinline__ float max_nan(float x, float y)
+/* ---- tiles in shared memory ------------------------------------------------------------------------------- */
+
+/* Where this lane reads its part of a fragment at column 0 of a tile (attention_mma.cuh): A, B stored by columns, and B
+ * stored by k. Tiles are aligned to their rows, so column 8 n lies at the address ^ 16 n, and 8 rows on at + 16 W. */
+template <int W> __device__ __forceinline__ uint32_t lane_a(uint32_t tile, int row0)
 {
-    float m;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(x), "f"(y));
-    return m;
+    const int lane = threadIdx.x & 31;
+    return tile_chunk<W>(tile, row0 + (lane & 15), lane >> 4 << 3);
 }
 
-/* `rows` rows of a head into a tile of width W >= D; row i is token row_of(i), negative: zeros. */
-template <int W, class ROW>
-__device__ __forceinline__ void load_rows(uint32_t tile, int rows, const bf16 *x, int64_t stride, int head_dim,
-                                          ROW row_of)
+template <int W> __device__ __forceinline__ uint32_t lane_b(uint32_t tile)
 {
-    constexpr int CHUNKS = W / 8;
-    for (int at = (int)threadIdx.x; at < rows * CHUNKS; at += THREADS) {
-        const int row = at / CHUNKS, column = at % CHUNKS * 8;
-        const int token = row_of(row);
-        const bool valid = token >= 0 && column < head_dim;
-        copy16_async(tile_chunk<W>(tile, row, column), x + (valid ? token * stride + column : 0), valid);
+    const int lane = threadIdx.x & 31;
+    return tile_chunk<W>(tile, (lane & 7) + (lane >> 4 << 3), lane & 8);
+}
+
+template <int W> __device__ __forceinline__ uint32_t lane_b_trans(uint32_t tile)
+{
+    return lane_a<W>(tile, 0);
+}
+
+/* tile_load, with a short way for tiles that are whole. */
+template <int R, int W>
+__device__ __forceinline__ void load_tile(uint32_t tile, const bf16 *x, int64_t stride, int first, int end, int columns)
+{
+    constexpr int CHUNKS = W / 8, TURN = THREADS / CHUNKS; /* rows at a time, a multiple of 8 */
+    if (first + R > end || columns < W) {
+        tile_load<R, W, THREADS>(tile, x, stride, first, end, columns);
+        return;
+    }
+    const int row = (int)threadIdx.x / CHUNKS, column = (int)threadIdx.x % CHUNKS * 8;
+    const bf16 *from = x + (first + row) * stride + column;
+    const uint32_t to = tile_chunk<W>(tile, row, column);
+#pragma unroll
+    for (int i = 0; i < R / TURN; i++) {
+        copy16_async(to + (uint32_t)(i * TURN * 2 * W), from, true);
+        from += TURN * stride;
     }
 }
 
-/* Base-2 scores of the warp's 16 rows against 32 keys of a tile: s[r][8 values], r = 0: row g, 1: row g + 8. */
+/* Base-2 scores of the warp's rows against 32 keys: t[tile][r][8 values], r = 0: row g, 1: row g + 8. q: lane_a,
+ * keys: lane_b. */
 template <int W>
-__device__ __forceinline__ void block_scores(uint32_t q, int row0, uint32_t keys, int key0, float c, float (&t)[2][8])
+__device__ __forceinline__ void block_scores(uint32_t q, uint32_t keys, float c, float (&t)[TILES][2][8])
 {
-    float s[4][4] = {};
+    float s[TILES][4][4] = {};
 #pragma unroll
-    for (int k = 0; k < W; k += 16) {
-        uint32_t a[4], b[4];
-        fragment_a<W>(a, q, row0, k);
+    for (uint32_t k = 0; k < W; k += 16) {
+        uint32_t a[TILES][4], b[8];
+        ldmatrix_x4(b, keys ^ 2 * k);
+        ldmatrix_x4(b + 4, (keys ^ 2 * k) + 32 * W);
 #pragma unroll
-        for (int n = 0; n < 2; n++) {
-            fragment_b<W>(b, keys, key0 + 16 * n, k);
-            mma_bf16(s[2 * n], a, b);
-            mma_bf16(s[2 * n + 1], a, b + 2);
+        for (int m = 0; m < TILES; m++) {
+            ldmatrix_x4(a[m], (q ^ 2 * k) + 32 * W * (uint32_t)m);
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                mma_bf16(s[m][n], a[m], b + 2 * n);
+            }
         }
     }
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            t[r][i] = __fmul_rn(c, s[i / 2][2 * r + i % 2]);
-        }
+    for (int i = 0; i < 16 * TILES; i++) {
+        const int m = i / 16, r = i / 8 % 2, j = i % 8;
+        t[m][r][j] = __fmul_rn(c, s[m][j / 2][2 * r + j % 2]);
     }
+}
+
+/* ---- rows ------------------------------------------------------------------------------------------------- */
+
+/* Largest magnitude of a row's visible scores; masks the others. row: absolute; key0: of the block. */
+__device__ __forceinline__ float mask_row(const fwd_call &f, int row, int key0, float magnitude, float *t)
+{
+    const int end = f.causal ? min(row + 1, f.tokens) : f.tokens;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const bool visible = key0 + keys_in_quad::key(i) < end;
+        magnitude = p_max_nan(magnitude, visible ? fabsf(t[i]) : 0.0f);
+        t[i] = visible ? t[i] : ATTENTION_MASKED;
+    }
+    return magnitude;
 }
 
 /* The online step of one row: true if its anchor moved, `factor` then rescales what was added up (exactly). */
@@ -103,13 +149,16 @@ __device__ __forceinline__ bool move_anchor(const p_rule &rule, float max, float
     return true;
 }
 
-template <int W> __device__ __forceinline__ void rescale(float (&o)[W / 8][4], row_state &row, const float *factor)
+template <int W, bool EXTRA>
+__device__ __forceinline__ void rescale(float (&o)[W / 8][4], row_state &row, const float *factor)
 {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         row.sum[r] *= factor[r];
-        row.sum_exact[r] *= factor[r];
-        row.lost[r] *= factor[r];
+        if (EXTRA) {
+            row.sum_exact[r] *= factor[r];
+            row.lost[r] *= factor[r];
+        }
 #pragma unroll
         for (int n = 0; n < W / 8; n++) {
             o[n][2 * r] *= factor[r];
@@ -119,37 +168,31 @@ template <int W> __device__ __forceinline__ void rescale(float (&o)[W / 8][4], r
 }
 
 /* Scores of one row become P. */
-template <int P>
+template <int P, bool EXTRA>
 __device__ __forceinline__ void publish_row(const fwd_call &f, row_state &row, int r, int key0, const p_max &max,
                                             float *t)
 {
     constexpr enum pv_format PV = P == P_UNROUNDED ? PV_BF16 : (enum pv_format)P;
+    constexpr bool EXACT = EXTRA && PV != PV_BF16;
     const float anchor = row.anchor[r];
     if (P == P_UNROUNDED) {
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            t[i] = p_exp2(t[i], -anchor);
+            t[i] = p_exp2_fast(__fsub_rn(t[i], anchor));
             row.sum[r] += t[i];
         }
         return;
     }
     float exact[8];
-    const bool wanted = f.lse_exact != NULL || (PV != PV_BF16 && f.parts != NULL);
-    if (wanted) {
+    row.sum[r] += p_block_publish<PV, keys_in_quad, EXACT, P == PV_FP8>(f.rule, anchor, anchor, key0, max, t, exact);
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            exact[i] = p_exp2(t[i], -anchor);
-        }
-    }
-    row.sum[r] += p_block_publish<PV, keys_in_quad>(f.rule, anchor, anchor, key0, max, t);
-    if (wanted) {
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            row.sum_exact[r] += exact[i];
-            row.lost[r] += t[i] == 0.0f ? exact[i] : 0.0f;
-        }
+    for (int i = 0; EXACT && i < 8; i++) {
+        row.sum_exact[r] += exact[i];
+        row.lost[r] += t[i] == 0.0f ? exact[i] : 0.0f;
     }
 }
+
+/* ---- O += P V ---------------------------------------------------------------------------------------------- */
 
 /* V of a diagonal block as the B operand, from global memory: 16 keys from `key` on, features n0 .. n0 + 7. */
 __device__ __forceinline__ void fragment_diag(uint32_t *b, const fwd_call &f, const bf16 *v, int key, int n0)
@@ -165,134 +208,168 @@ __device__ __forceinline__ void fragment_diag(uint32_t *b, const fwd_call &f, co
     }
 }
 
-/* O += P V for 16 keys; a: P. */
+/* 16 keys of the own block of a warp's rows: tiles whose scale block these keys are take the E4M3 values. */
 template <int W>
-__device__ __forceinline__ void multiply_diag(const fwd_call &f, const bf16 *v, int key, const uint32_t *a,
-                                              float (&o)[W / 8][4])
+__device__ __forceinline__ void multiply_own(const fwd_call &f, const bf16 *v, uint32_t values, int key, int row0,
+                                             const uint32_t (&a)[TILES][4], float (&o)[TILES][W / 8][4])
 {
 #pragma unroll
-    for (int n = 0; n < W / 8; n++) {
-        uint32_t b[2];
-        fragment_diag(b, f, v, key, 8 * n);
-        mma_bf16(o[n], a, b);
+    for (int n = 0; n < W / 16; n++) {
+        uint32_t diag[4], plain[4];
+        fragment_diag(diag, f, v, key, 16 * n);
+        fragment_diag(diag + 2, f, v, key, 16 * n + 8);
+        ldmatrix_x4_trans(plain, values ^ 32 * (uint32_t)n);
+#pragma unroll
+        for (int m = 0; m < TILES; m++) {
+            const bool own = key / f.p_block == (row0 + 16 * m) / f.p_block;
+            uint32_t b[4];
+            for (int i = 0; i < 4; i++) {
+                b[i] = own ? diag[i] : plain[i];
+            }
+            mma_bf16(o[m][2 * n], a[m], b);
+            mma_bf16(o[m][2 * n + 1], a[m], b + 2);
+        }
     }
 }
 
 template <int W>
-__device__ __forceinline__ void multiply(uint32_t values, int key, const uint32_t *a, float (&o)[W / 8][4])
+__device__ __forceinline__ void multiply(uint32_t values, const uint32_t (&a)[TILES][4], float (&o)[TILES][W / 8][4])
 {
 #pragma unroll
     for (int n = 0; n < W / 16; n++) {
         uint32_t b[4];
-        fragment_b_trans<W>(b, values, 16 * n, key);
-        mma_bf16(o[2 * n], a, b);
-        mma_bf16(o[2 * n + 1], a, b + 2);
+        ldmatrix_x4_trans(b, values ^ 32 * (uint32_t)n);
+#pragma unroll
+        for (int m = 0; m < TILES; m++) {
+            mma_bf16(o[m][2 * n], a[m], b);
+            mma_bf16(o[m][2 * n + 1], a[m], b + 2);
+        }
     }
 }
 
-/* Everything about one block of 32 keys for one warp. */
+/* Values of 16 keys of both rows as the A operand. REST: what their rounding to BF16 left. */
+template <bool REST> __device__ __forceinline__ void fragment_p(uint32_t *a, const float *x, const float *y)
+{
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float *z = (i % 2 == 0 ? x : y) + (i & 2);
+        a[i] = bf16_pair(z[0], z[1]);
+        if (REST) {
+            a[i] = bf16_pair(z[0] - __uint_as_float(a[i] << 16), z[1] - __uint_as_float(a[i] & 0xffff0000u));
+        }
+    }
+}
+
+/* ---- one block of 32 keys of one warp --------------------------------------------------------------------- */
+
 struct step {
-    int key0, row0, row; /* first key; first row of the warp; row g of this thread */
-    uint32_t values;     /* the tile of V */
-    int tile_key;        /* first key within the tile */
-    const bf16 *diag;    /* V in E4M3 of this head; NULL: none */
+    int key0, row0;   /* first key, first row */
+    uint32_t values;  /* lane_b_trans of these keys */
+    const bf16 *diag; /* V in E4M3 of this head; NULL: none */
 };
 
-template <int W, int P>
-__device__ __forceinline__ void block_step(const fwd_call &f, const step &at, row_state &row, float (&t)[2][8],
-                                           float (&o)[W / 8][4])
+template <int W, int P, bool REST>
+__device__ __forceinline__ void accumulate(const fwd_call &f, const step &at, const float (&t)[TILES][2][8],
+                                           float (&o)[TILES][W / 8][4])
 {
-    constexpr enum pv_format PV = P == P_UNROUNDED ? PV_BF16 : (enum pv_format)P;
-    const int last = at.key0 + STEP - 1;
-    const bool masked = last >= f.tokens || (f.causal && last > at.row0);
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const int end = f.causal ? min(at.row + 8 * r + 1, f.tokens) : f.tokens;
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const bool visible = !masked || at.key0 + keys_in_quad::key(i) < end;
-            row.magnitude[r] = max_nan(row.magnitude[r], visible ? fabsf(t[r][i]) : 0.0f);
-            t[r][i] = visible ? t[r][i] : ATTENTION_MASKED;
-        }
-    }
-    const p_max max[2] = {p_block_max<PV, keys_in_quad>(t[0]), p_block_max<PV, keys_in_quad>(t[1])};
-    float factor[2];
-    const bool moved0 = move_anchor(f.rule, max[0].all, &row.anchor[0], &factor[0]);
-    const bool moved1 = move_anchor(f.rule, max[1].all, &row.anchor[1], &factor[1]);
-    if (__any_sync(0xffffffffu, moved0 || moved1)) {
-        rescale<W>(o, row, factor);
-    }
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        publish_row<P>(f, row, r, at.key0, max[r], t[r]);
-    }
 #pragma unroll
     for (int u = 0; u < 2; u++) { /* 16 keys each */
-        float *x = &t[0][4 * u], *y = &t[1][4 * u];
-        const uint32_t a[4] = {bf16_pair(x[0], x[1]), bf16_pair(y[0], y[1]), bf16_pair(x[2], x[3]),
-                               bf16_pair(y[2], y[3])};
-        const int key = at.key0 + 16 * u;
-        const bool own = at.diag != NULL && key / f.p_block == at.row0 / f.p_block;
-        for (int part = 0; part < (P == P_UNROUNDED ? 2 : 1); part++) {
-            uint32_t b[4];
+        uint32_t a[TILES][4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) { /* part 1: what the rounding of part 0 left */
-                const float *z = i % 2 == 0 ? x : y;
-                const float low = z[i & 2] - __uint_as_float(a[i] << 16);
-                const float high = z[(i & 2) + 1] - __uint_as_float(a[i] & 0xffff0000u);
-                b[i] = part == 0 ? a[i] : bf16_pair(low, high);
-            }
-            if (own) {
-                multiply_diag<W>(f, at.diag, key, b, o);
-            } else {
-                multiply<W>(at.values, at.tile_key + 16 * u, b, o);
+        for (int m = 0; m < TILES; m++) {
+            fragment_p<REST>(a[m], &t[m][0][4 * u], &t[m][1][4 * u]);
+        }
+        if (P >= PV_MXFP4 && at.diag != NULL && at.key0 == at.row0 / STEP * STEP) {
+            multiply_own<W>(f, at.diag, at.values + 32 * W * u, at.key0 + 16 * u, at.row0, a, o);
+        } else {
+            multiply<W>(at.values + 32 * W * u, a, o);
+        }
+    }
+}
+
+template <int W, int P, bool EXTRA>
+__device__ __forceinline__ void block_step(const fwd_call &f, const step &at, row_state (&row)[TILES],
+                                           float (&t)[TILES][2][8], float (&o)[TILES][W / 8][4])
+{
+    constexpr enum pv_format PV = P == P_UNROUNDED ? PV_BF16 : (enum pv_format)P;
+    const bool masked = at.key0 + STEP > f.tokens || (f.causal && at.key0 + STEP > at.row0 + 1);
+#pragma unroll
+    for (int m = 0; m < TILES; m++) {
+        if (masked) {
+            const int first = at.row0 + 16 * m + (int)(threadIdx.x & 31) / 4;
+            row[m].magnitude[0] = mask_row(f, first, at.key0, row[m].magnitude[0], t[m][0]);
+            row[m].magnitude[1] = mask_row(f, first + 8, at.key0, row[m].magnitude[1], t[m][1]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 16; i++) {
+                row[m].magnitude[i / 8] = p_max_nan(row[m].magnitude[i / 8], fabsf(t[m][i / 8][i % 8]));
             }
         }
+        const p_max max[2] = {p_block_max<PV, keys_in_quad>(t[m][0]), p_block_max<PV, keys_in_quad>(t[m][1])};
+        float factor[2];
+        const bool moved0 = move_anchor(f.rule, max[0].all, &row[m].anchor[0], &factor[0]);
+        const bool moved1 = move_anchor(f.rule, max[1].all, &row[m].anchor[1], &factor[1]);
+        if (__any_sync(0xffffffffu, moved0 || moved1)) {
+            rescale<W, EXTRA>(o[m], row[m], factor);
+        }
+        publish_row<P, EXTRA>(f, row[m], 0, at.key0, max[0], t[m][0]);
+        publish_row<P, EXTRA>(f, row[m], 1, at.key0, max[1], t[m][1]);
+    }
+    accumulate<W, P, false>(f, at, t, o);
+    if (P == P_UNROUNDED) {
+        accumulate<W, P, true>(f, at, t, o);
     }
 }
 
 /* anchor = sampled: from the scores of up to 128 keys, gathered into the first stage. */
 template <int W>
-__device__ void sampled_anchor(const fwd_call &f, uint32_t q, int warp_row, uint32_t keys, const bf16 *k, int row,
-                               row_state &state)
+__device__ void sampled_anchor(const fwd_call &f, uint32_t q, uint32_t keys, const bf16 *k, int row0,
+                               row_state (&row)[TILES])
 {
-    const int samples = min((int)ATTENTION_SAMPLES, f.tokens);
+    const int samples = min((int)ATTENTION_SAMPLES, f.tokens), lane = threadIdx.x & 31;
     const auto sample = [&](int s) { return (int)((int64_t)s * f.tokens / samples); };
-    float max[2] = {-INFINITY, -INFINITY};
     for (int first = 0; first < samples; first += KEYS) {
         __syncthreads();
-        load_rows<W>(keys, KEYS, k, f.k.token, f.head_dim,
-                     [&](int i) { return first + i < samples ? sample(first + i) : -1; });
+        for (int at = (int)threadIdx.x; at < KEYS * (W / 8); at += THREADS) {
+            const int s = first + at / (W / 8), column = at % (W / 8) * 8;
+            const bool valid = s < samples && column < f.head_dim;
+            copy16_async(tile_chunk<W>(keys, at / (W / 8), column), k + (valid ? sample(s) * f.k.token + column : 0),
+                         valid);
+        }
         copies_commit();
         copies_wait<0>();
         __syncthreads();
+#pragma unroll 1
         for (int key = 0; key < KEYS; key += STEP) {
-            float t[2][8];
-            block_scores<W>(q, warp_row, keys, key, f.c, t);
+            float t[TILES][2][8];
+            block_scores<W>(q, lane_b<W>(keys) + 2 * W * (uint32_t)key, f.c, t);
 #pragma unroll
-            for (int i = 0; i < 16; i++) {
-                const int s = first + key + keys_in_quad::key(i % 8);
-                const int end = f.causal ? row + 8 * (i / 8) + 1 : f.tokens;
+            for (int i = 0; i < 16 * TILES; i++) {
+                const int m = i / 16, r = i / 8 % 2, s = first + key + keys_in_quad::key(i % 8);
+                const int end = f.causal ? row0 + 16 * m + lane / 4 + 8 * r + 1 : f.tokens;
                 if (s < samples && sample(s) < end) {
-                    max[i / 8] = max_nan(max[i / 8], t[i / 8][i % 8]);
+                    row[m].anchor[r] = p_max_nan(row[m].anchor[r], t[m][r][i % 8]);
                 }
             }
         }
     }
     __syncthreads();
-    state.anchor[0] = p_anchor_of(f.rule, keys_in_quad::max(max[0]));
-    state.anchor[1] = p_anchor_of(f.rule, keys_in_quad::max(max[1]));
+#pragma unroll
+    for (int i = 0; i < 2 * TILES; i++) {
+        float *anchor = &row[i / 2].anchor[i % 2];
+        *anchor = p_anchor_of(f.rule, keys_in_quad::max(*anchor));
+    }
 }
 
 /* ---- the end of a row ------------------------------------------------------------------------------------- */
 
-/* What a block saw, from what each row saw: room[row] in shared memory, added by one thread in row order. */
+/* What each row saw, in shared memory: added by one thread in row order. */
 struct row_part {
     float magnitude, lost;
     uint32_t rows, non_finite;
 };
 
-__device__ __forceinline__ void close_part(const fwd_call &f, const row_part *room, attention_stats *part)
+__device__ __forceinline__ void close_part(const row_part *room, attention_stats *part)
 {
     __syncthreads();
     if (threadIdx.x != 0) {
@@ -301,7 +378,7 @@ __device__ __forceinline__ void close_part(const fwd_call &f, const row_part *ro
     struct attention_stats sum = {};
     float magnitude = 0.0f;
     for (int i = 0; i < ROWS; i++) {
-        magnitude = max_nan(magnitude, room[i].magnitude);
+        magnitude = p_max_nan(magnitude, room[i].magnitude);
         sum.p_lost_mass += (double)room[i].lost;
         sum.p_rows += (double)room[i].rows;
         sum.non_finite += (double)room[i].non_finite;
@@ -310,72 +387,89 @@ __device__ __forceinline__ void close_part(const fwd_call &f, const row_part *ro
     *part = sum;
 }
 
-/* O of the warp's 16 rows leaves through the shared memory that held its Q, 16 bytes at a time. Returns the number of
- * non-finite values among those that this lane stored of row i of the warp, in the lane pair that stored it. */
-template <int W>
-__device__ __forceinline__ void store_rows(const fwd_call &f, bf16 *out, char *tile, uint32_t base, int warp_row,
-                                           int row0, const float (&o)[W / 8][4], row_part *room)
-{
-    const int lane = threadIdx.x & 31;
-    __syncwarp();
-#pragma unroll
-    for (int n = 0; n < W / 8; n++) {
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const uint32_t at = tile_chunk<W>(base, warp_row + lane / 4 + 8 * r, 8 * n) - base;
-            *(uint32_t *)(tile + at + 4 * (lane % 4)) = bf16_pair(o[n][2 * r], o[n][2 * r + 1]);
-        }
-    }
-    __syncwarp();
-    const int row = lane / 2; /* two lanes a row */
-    uint32_t bad = 0;
-    for (int column = lane % 2 * 8; column < f.head_dim; column += 16) {
-        const uint32_t at = tile_chunk<W>(base, warp_row + row, column) - base;
-        const bf16x8 x = bf16x8_load((const bf16 *)(tile + at));
-        if (row0 + row < f.tokens) {
-            bf16x8_store(out + (int64_t)(row0 + row) * f.out.token_stride + column, x);
-            const uint32_t w[4] = {x.words.x, x.words.y, x.words.z, x.words.w};
-            for (int j = 0; j < 4; j++) {
-                bad += ((w[j] & 0x7f80u) == 0x7f80u) + ((w[j] & 0x7f800000u) == 0x7f800000u);
-            }
-        }
-    }
-    bad += __shfl_xor_sync(0xffffffffu, bad, 1);
-    if (room != NULL && lane % 2 == 0) {
-        room[warp_row + row].non_finite = bad;
-    }
-}
-
-/* Normaliser, LSE2 and statistics of row r; returns what O is divided by. 0: no visible mass. */
-template <int P>
+/* Normaliser, LSE2 and statistics of row r of a tile; returns what O is divided by. 0: no visible mass. */
+template <int P, bool EXTRA>
 __device__ __forceinline__ float close_row(const fwd_call &f, row_state &row, int r, int token, int64_t at,
                                            row_part *part)
 {
-    float sum = keys_in_quad::sum(row.sum[r]);
-    const float sum_exact = keys_in_quad::sum(row.sum_exact[r]), lost = keys_in_quad::sum(row.lost[r]);
+    float sum = keys_in_quad::sum(row.sum[r]), sum_exact = sum, lost = 0.0f;
+    if (EXTRA && P != PV_BF16) {
+        sum_exact = keys_in_quad::sum(row.sum_exact[r]);
+        lost = keys_in_quad::sum(row.lost[r]);
+    }
     float magnitude = row.magnitude[r], anchor = row.anchor[r];
-    magnitude = max_nan(magnitude, __shfl_xor_sync(0xffffffffu, magnitude, 1));
-    magnitude = max_nan(magnitude, __shfl_xor_sync(0xffffffffu, magnitude, 2));
-    /* Nothing sound can come of a row with a score that is not finite: let it be seen. */
-    const bool broken = !(magnitude < INFINITY) || !(fabsf(anchor) < INFINITY);
+    magnitude = p_max_nan(magnitude, __shfl_xor_sync(0xffffffffu, magnitude, 1));
+    magnitude = p_max_nan(magnitude, __shfl_xor_sync(0xffffffffu, magnitude, 2));
+    /* Nothing sound can come of a NaN among the scores, nor of Inf: let it be seen. FP4 codes of -inf are sound zeros
+     * (Inf shows in the anchor, or overflows the block exponent), its exact probability is not. */
+    const bool fp4 = P >= PV_MXFP4 && P <= PV_FP4_UE5M3, endless = !(magnitude < INFINITY);
+    const bool broken = (fp4 ? magnitude != magnitude : endless) || !(fabsf(anchor) < INFINITY);
     sum = broken ? NAN : sum;
     anchor = broken ? NAN : anchor;
+    sum_exact = broken || endless ? NAN : sum_exact;
     if (token < f.tokens && (threadIdx.x & 3) == 0 && P != P_UNROUNDED) {
-        f.lse[at + token] = sum == 0.0f ? -INFINITY : anchor + log2f(__fdiv_rn(sum, f.rule.unit));
-        if (f.lse_exact != NULL) {
+        f.lse[at + token] =
+            sum == 0.0f ? -INFINITY : anchor + log2f(__fdiv_rn(sum, P == PV_FP8 ? 256.0f : f.rule.unit));
+        if (EXTRA && f.lse_exact != NULL) {
             f.lse_exact[at + token] = anchor + log2f(sum_exact);
         }
         if (f.anchor != NULL) {
             f.anchor[at + token] = anchor;
         }
     }
-    if (part != NULL && (threadIdx.x & 3) == 0) {
+    if (EXTRA && part != NULL && (threadIdx.x & 3) == 0) {
         const bool counts = token < f.tokens;
         part->magnitude = counts ? magnitude : 0.0f;
         part->rows = counts ? 1 : 0;
-        part->lost = !counts || P == PV_BF16 ? 0.0f : broken ? NAN : __fdiv_rn(lost, sum_exact);
+        part->lost = !counts || P == PV_BF16 ? 0.0f : __fdiv_rn(lost, sum_exact);
     }
     return sum == 0.0f ? 0.0f : __fmul_rn(sum, f.v_unit);
+}
+
+/* O of 16 rows leaves through the shared memory that held their Q, 16 bytes at a time. `row`: first row within the
+ * block; room NULL: nobody asks for non-finite values. */
+template <int W>
+__device__ __forceinline__ void store_rows(const fwd_call &f, bf16 *out, char *tile, int row, int first_row,
+                                           const float (&o)[W / 8][4], row_part *room)
+{
+    const int lane = threadIdx.x & 31;
+    const uint32_t base = shared_address(tile);
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < W / 8; n++) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const uint32_t at = tile_chunk<W>(base, row + lane / 4 + 8 * r, 8 * n) - base;
+            *(uint32_t *)(tile + at + 4 * (lane % 4)) = bf16_pair(o[n][2 * r], o[n][2 * r + 1]);
+        }
+    }
+    __syncwarp();
+    const int own = row + lane / 2; /* two lanes a row */
+    uint32_t bad = 0;
+    for (int column = lane % 2 * 8; column < f.head_dim && first_row + own < f.tokens; column += 16) {
+        const bf16x8 x = bf16x8_load((const bf16 *)(tile + tile_chunk<W>(base, own, column) - base));
+        bf16x8_store(out + (int64_t)(first_row + own) * f.out.token_stride + column, x);
+        const uint32_t w[4] = {x.words.x, x.words.y, x.words.z, x.words.w};
+        for (int j = 0; room != NULL && j < 4; j++) {
+            bad += ((w[j] & 0x7f80u) == 0x7f80u) + ((w[j] & 0x7f800000u) == 0x7f800000u);
+        }
+    }
+    bad += __shfl_xor_sync(0xffffffffu, bad, 1);
+    if (room != NULL && lane % 2 == 0) {
+        room[own].non_finite = bad;
+    }
+}
+
+/* O / divisor, through the reciprocal; a tiny divisor is lifted first, lest the reciprocal overflows. */
+template <int W> __device__ __forceinline__ void divide(float (&o)[W / 8][4], int r, float divisor)
+{
+    const float lift = fabsf(divisor) < 0x1p-60f ? 0x1p80f : 1.0f;
+    const float inverse = divisor == 0.0f ? 0.0f : __fdiv_rn(1.0f, divisor * lift);
+#pragma unroll
+    for (int n = 0; n < W / 8; n++) {
+        o[n][2 * r] = o[n][2 * r] * lift * inverse;
+        o[n][2 * r + 1] = o[n][2 * r + 1] * lift * inverse;
+    }
 }
 
 /* ---- the kernel ------------------------------------------------------------------------------------------- */
@@ -385,71 +479,73 @@ template <int W> constexpr size_t shared_bytes(void)
     return sizeof(bf16) * W * (ROWS + 2 * STAGES * KEYS) + sizeof(row_part) * ROWS;
 }
 
-template <int W, int P>
+/* EXTRA: with the exact sums of LSE2' and statistics. */
+template <int W, int P, bool EXTRA>
 static __global__ void __launch_bounds__(THREADS, 2) fwd_kernel(const __grid_constant__ fwd_call f)
 {
-    extern __shared__ __align__(128) char memory[];
+    extern __shared__ __align__(1024) char memory[];
     constexpr uint32_t Q_BYTES = 2 * W * ROWS, TILE_BYTES = 2 * W * KEYS;
     const uint32_t q_tile = shared_address(memory), stages = q_tile + Q_BYTES;
-    row_part *room = f.parts != NULL ? (row_part *)(memory + Q_BYTES + 2 * STAGES * TILE_BYTES) : NULL;
     /* Long rows first; heads that share K and V side by side. */
     const int all_heads = (int)gridDim.x / f.row_blocks, which = (int)blockIdx.x % all_heads;
     const int row_block = f.row_blocks - 1 - (int)blockIdx.x / all_heads;
     const int64_t batch = which / f.heads, head = which % f.heads, kv = head / f.group;
     const bf16 *k = operand_head(f.k, batch, kv), *v = operand_head(f.v, batch, kv);
-    const int warp_row = (int)(threadIdx.x / 32) * 16, lane = threadIdx.x & 31;
-    const int first_row = row_block * ROWS, row0 = first_row + warp_row, row = row0 + lane / 4;
+    const int warp_row = (int)(threadIdx.x / 32) * WARP_ROWS, first_row = row_block * ROWS, row0 = first_row + warp_row;
     const int keys = f.causal ? min(f.tokens, first_row + ROWS) : f.tokens;
 
-    const auto load_tile = [&](int key0, uint32_t stage) {
-        const auto token = [&](int i) { return key0 + i < keys ? key0 + i : -1; };
-        load_rows<W>(stage, KEYS, k, f.k.token, f.head_dim, token);
-        load_rows<W>(stage + TILE_BYTES, KEYS, v, f.v.token, f.head_dim, token);
+    const auto load_keys = [&](int key0, uint32_t stage) {
+        load_tile<KEYS, W>(stage, k, f.k.token, key0, keys, f.head_dim);
+        load_tile<KEYS, W>(stage + TILE_BYTES, v, f.v.token, key0, keys, f.head_dim);
         copies_commit();
     };
-    row_state state = {{-INFINITY, -INFINITY}, {0, 0}, {0, 0}, {0, 0}, {0, 0}};
-    float o[W / 8][4] = {};
-    load_rows<W>(q_tile, ROWS, operand_head(f.q, batch, head), f.q.token, f.head_dim,
-                 [&](int i) { return first_row + i < f.tokens ? first_row + i : -1; });
-    if (f.rule.anchor == ANCHOR_SAMPLED) {
-        sampled_anchor<W>(f, q_tile, warp_row, stages, k, row, state);
-    } else if (f.rule.anchor == ANCHOR_ZERO) {
-        state.anchor[0] = state.anchor[1] = 0.0f;
+    row_state row[TILES];
+#pragma unroll
+    for (int m = 0; m < TILES; m++) {
+        const float start = f.rule.anchor == ANCHOR_ZERO ? 0.0f : -INFINITY;
+        row[m] = {{start, start}, {0, 0}, {0, 0}, {0, 0}, {0, 0}};
     }
-    const bf16 *diag = f.diag.data != NULL ? operand_head(f.diag, batch, kv) : NULL;
-    load_tile(0, stages);
+    float o[TILES][W / 8][4] = {};
+    load_tile<ROWS, W>(q_tile, operand_head(f.q, batch, head), f.q.token, first_row, f.tokens, f.head_dim);
+    const uint32_t q = lane_a<W>(q_tile, warp_row);
+    if (f.rule.anchor == ANCHOR_SAMPLED) {
+        sampled_anchor<W>(f, q, stages, k, row0, row);
+    }
+    const bf16 *diag = P >= PV_MXFP4 && f.diag.data != NULL ? operand_head(f.diag, batch, kv) : NULL;
+    load_keys(0, stages);
     for (int tile = 0; tile < keys; tile += KEYS) {
-        const uint32_t stage = stages + (uint32_t)(tile / KEYS % STAGES) * 2 * TILE_BYTES;
+        const uint32_t stage = (uint32_t)(tile / KEYS % STAGES) * 2 * TILE_BYTES;
         copies_wait<0>();
         __syncthreads(); /* the tile is here, and nobody reads the other stage any more */
         if (tile + KEYS < keys) {
-            load_tile(tile + KEYS, stages + (uint32_t)((tile / KEYS + 1) % STAGES) * 2 * TILE_BYTES);
+            load_keys(tile + KEYS, stages + (2 * TILE_BYTES - stage));
         }
 #pragma unroll 1
         for (int key = 0; key < KEYS; key += STEP) {
             if (tile + key >= keys || (f.causal && tile + key > row0)) {
                 break;
             }
-            float t[2][8];
-            block_scores<W>(q_tile, warp_row, stage, key, f.c, t);
-            block_step<W, P>(f, {tile + key, row0, row, stage + TILE_BYTES, key, diag}, state, t, o);
+            float t[TILES][2][8];
+            const uint32_t at = stage + 2 * W * (uint32_t)key;
+            block_scores<W>(q, lane_b<W>(stages) + at, f.c, t);
+            block_step<W, P, EXTRA>(f, {tile + key, row0, lane_b_trans<W>(stages + TILE_BYTES) + at, diag}, row, t, o);
         }
     }
-    const int64_t at = (batch * f.heads + head) * f.tokens;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        row_part *part = room != NULL ? &room[warp_row + lane / 4 + 8 * r] : NULL;
-        const float divisor = close_row<P>(f, state, r, row + 8 * r, at, part);
-#pragma unroll
-        for (int n = 0; n < W / 8; n++) {
-            o[n][2 * r] = divisor == 0.0f ? 0.0f : __fdiv_rn(o[n][2 * r], divisor);
-            o[n][2 * r + 1] = divisor == 0.0f ? 0.0f : __fdiv_rn(o[n][2 * r + 1], divisor);
-        }
-    }
+    row_part *room = EXTRA && f.parts != NULL ? (row_part *)(memory + Q_BYTES + 2 * STAGES * TILE_BYTES) : NULL;
     bf16 *out = f.out.data + batch * f.out.batch_stride + head * f.out.head_stride;
-    store_rows<W>(f, out, memory, q_tile, warp_row, row0, o, room);
+#pragma unroll
+    for (int m = 0; m < TILES; m++) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const int own = warp_row + 16 * m + 8 * r + (int)(threadIdx.x & 31) / 4;
+            const int64_t at = (batch * f.heads + head) * f.tokens;
+            row_part *part = room != NULL ? &room[own] : NULL;
+            divide<W>(o[m], r, close_row<P, EXTRA>(f, row[m], r, first_row + own, at, part));
+        }
+        store_rows<W>(f, out, memory, warp_row + 16 * m, first_row, o[m], room);
+    }
     if (room != NULL) {
-        close_part(f, room, &f.parts[blockIdx.x]);
+        close_part(room, &f.parts[blockIdx.x]);
     }
 }
 
@@ -576,12 +672,22 @@ static void publish_values_of(const struct attention_fwd *a, const struct fwd_sc
     }
 }
 
-template <int W, int P> static void launch(const struct cuda *on, const struct fwd_call *f, int64_t blocks)
+template <int W, int P, bool EXTRA>
+static void launch_kernel(const struct cuda *on, const struct fwd_call *f, int64_t blocks)
 {
     const int bytes = (int)shared_bytes<W>();
-    cudaFuncSetAttribute(fwd_kernel<W, P>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    fwd_kernel<W, P><<<(unsigned int)blocks, THREADS, (size_t)bytes, on->stream>>>(*f);
+    cudaFuncSetAttribute(fwd_kernel<W, P, EXTRA>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    fwd_kernel<W, P, EXTRA><<<(unsigned int)blocks, THREADS, (size_t)bytes, on->stream>>>(*f);
     cuda_launched(on, "attention forward");
+}
+
+template <int W, int P> static void launch(const struct cuda *on, const struct fwd_call *f, int64_t blocks)
+{
+    if (P != P_UNROUNDED && (f->lse_exact != NULL || f->parts != NULL)) {
+        launch_kernel<W, P, P != P_UNROUNDED>(on, f, blocks);
+    } else {
+        launch_kernel<W, P, false>(on, f, blocks);
+    }
 }
 
 template <int W> static void launch_for(const struct cuda *on, int p, const struct fwd_call *f, int64_t blocks)

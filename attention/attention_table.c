@@ -1,11 +1,20 @@
 /* attention: the table of variants, and the choice among them. */
 #include "attention/attention.h"
 #include "attention/attention_cpu.h"
+#if WITH_CUDA
+#include "attention/attention_cuda.h"
+#endif
 
 #include <math.h>
 #include <string.h>
 
-const struct attention_variant *const attention_variants[] = {&attention_variant_cpu, NULL};
+const struct attention_variant *const attention_variants[] = {
+    &attention_variant_cpu,
+#if WITH_CUDA
+    &attention_variant_cuda,
+#endif
+    NULL,
+};
 
 enum status attention_choose(const struct attention_shape *shape, const struct attention_recipe *recipe,
                              enum device_kind device, const char *name, const struct attention_variant **variant)

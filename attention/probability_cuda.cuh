@@ -10,6 +10,8 @@ extern "C" {
 #include "numerics/formats.h"
 }
 
+#include <cuda_fp16.h>
+
 /* ---- how a block of 32 keys of one row lies in a warp; lane = 4 g + c ------------------------------------- */
 
 /* Scores with queries as rows of the accumulator: four neighbouring 16 x 8 tiles; the row's 32 keys lie in the 4 lanes
@@ -32,8 +34,8 @@ struct keys_in_quad {
     }
 };
 
-/* Scores transposed, with keys as rows: two 16 x 8 tiles one below the other; the column's 32 keys lie in the 8 lanes of
- * equal c, value i is key 8 i + g. */
+/* Scores transposed, with keys as rows: two 16 x 8 tiles one below the other; the column's 32 keys lie in the 8 lanes
+ * of equal c, value i is key 8 i + g. */
 struct keys_in_column {
     enum { N = 4 };
     static __device__ __forceinline__ int key(int i)
@@ -110,6 +112,63 @@ __device__ __forceinline__ float p_exp2(float t, float shift)
     return __fmul_rn(p_exp2_fraction(__fsub_rn(t, k)), p_pow2(__fadd_rn(k, shift)));
 }
 
+/* max that keeps NaN */
+__device__ __forceinline__ float p_max_nan(float x, float y)
+{
+    float m;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(x), "f"(y));
+    return m;
+}
+
+/* p_exp2 of n values with one shift, the same bits, for t + shift < 128 (but for t = -inf: 0, not NaN). Adding 1.5 2^23
+ * rounds to an integer and leaves it in the low bits, which is faster than conversions; that needs |t| < 2^22, so a far
+ * shift is taken off first (exactly: what it meets is as far, or lies outside the range that matters). y may be t. */
+template <int N> __device__ __forceinline__ void p_exp2_row(const float *t, float shift, float *y)
+{
+    constexpr float MAGIC = 0x1.8p23f;
+    constexpr int MAGIC_BITS = 0x4b400000;
+    float x[N];
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        x[i] = t[i];
+    }
+    if (fabsf(shift) >= 0x1p21f) {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            x[i] = __fadd_rn(x[i], shift);
+        }
+        shift = 0.0f;
+    }
+    const float low = -127.0f - shift; /* beyond: 0 */
+    const int bias = ((int)shift + 127 - MAGIC_BITS) << 23;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const float u = p_max_nan(x[i], low), r = __fadd_rn(u, MAGIC);
+        const float p = p_exp2_fraction(__fsub_rn(u, __fsub_rn(r, MAGIC)));
+        y[i] = __fmul_rn(p, __uint_as_float(((uint32_t)__float_as_int(r) << 23) + (uint32_t)bias));
+    }
+}
+
+/* The hardware's 2^x, within 2^-22: for values that are no codes. */
+__device__ __forceinline__ float p_exp2_fast(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* E4M3 of two non-negative values, decoded. */
+__device__ __forceinline__ void p_e4m3_pair(float *x)
+{
+    uint16_t codes;
+    uint32_t halves;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(x[1]), "f"(x[0]));
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
+    const float2 pair = __half22float2(*reinterpret_cast<const __half2 *>(&halves));
+    x[0] = pair.x;
+    x[1] = pair.y;
+}
+
 /* ceil(max) for anchor = row; 0; or the paper's lifted reference. */
 __device__ __forceinline__ float p_anchor_of(const p_rule &rule, float max)
 {
@@ -151,17 +210,30 @@ template <enum pv_format PV, class KEYS> __device__ __forceinline__ p_max p_bloc
 
 /* ---- producers: E2M1(2^x) as values ----------------------------------------------------------------------- */
 
-/* The FP32 numbers x from which on 2^x rounds to the next value (docs/numerics.md, section 5). */
-__device__ __forceinline__ float p_exact_value(float x)
+/* 1 or 0: one instruction, where a selection takes two. */
+__device__ __forceinline__ float p_at_least(float x, float y)
 {
-    float q = x >= -0x1.fffffep+0f ? 0.5f : 0.0f;
-    q += x >= -0x1.a8ff96p-2f ? 0.5f : 0.0f;
-    q += x >= 0x1.49a786p-2f ? 0.5f : 0.0f;
-    q += x >= 0x1.9d5dap-1f ? 0.5f : 0.0f;
-    q += x >= 0x1.5269e2p+0f ? 1.0f : 0.0f;
-    q += x >= 0x1.ceaedp+0f ? 1.0f : 0.0f;
-    q += x >= 0x1.2934f2p+1f ? 2.0f : 0.0f;
-    return q;
+    float f;
+    asm("set.ge.f32.f32 %0, %1, %2;" : "=f"(f) : "f"(x), "f"(y));
+    return f;
+}
+
+__device__ __forceinline__ float p_above(float x, float y)
+{
+    float f;
+    asm("set.gt.f32.f32 %0, %1, %2;" : "=f"(f) : "f"(x), "f"(y));
+    return f;
+}
+
+/* Twice the value, by the FP32 numbers x from which on 2^x rounds to the next one (docs/numerics.md, section 5). */
+__device__ __forceinline__ float p_exact_twice(float x)
+{
+    float q = p_at_least(x, -0x1.fffffep+0f) + p_at_least(x, -0x1.a8ff96p-2f);
+    q += p_at_least(x, 0x1.49a786p-2f);
+    q += p_at_least(x, 0x1.9d5dap-1f);
+    q = __fmaf_rn(2.0f, p_at_least(x, 0x1.5269e2p+0f), q);
+    q = __fmaf_rn(2.0f, p_at_least(x, 0x1.ceaedp+0f), q);
+    return __fmaf_rn(4.0f, p_at_least(x, 0x1.2934f2p+1f), q);
 }
 
 __device__ __forceinline__ float p_affine_value(float x, float a, float b)
@@ -187,48 +259,58 @@ __device__ __forceinline__ bool p_accurate_key(int key, int64_t block)
     return pair == s || pair == s + 8 || pair == 4 || pair == 12;
 }
 
-/* x in, values out. The switch is outside the loops: the recipe is the same for all. */
-template <class KEYS> __device__ __forceinline__ void p_produce(const p_rule &rule, int64_t block, float *x)
+/* x in, values times 1 / grid out; returns grid. The switch is outside the loops: the recipe is the same for all. */
+template <class KEYS> __device__ __forceinline__ float p_produce(const p_rule &rule, int64_t block, float *x)
 {
     switch (rule.p_map) {
     case P_EXACT:
     case P_THRESHOLD:
 #pragma unroll
         for (int i = 0; i < KEYS::N; i++) {
-            x[i] = p_exact_value(x[i]);
+            x[i] = p_exact_twice(x[i]);
         }
-        return;
+        return 0.5f;
     case P_CODE_SPACE:
 #pragma unroll
         for (int i = 0; i < KEYS::N; i++) {
             x[i] = p_code_space_value(x[i]);
         }
-        return;
+        return 1.0f;
     case P_AFFINE:
 #pragma unroll
         for (int i = 0; i < KEYS::N; i++) {
             x[i] = p_affine_value(x[i], rule.affine_a, rule.affine_b);
         }
-        return;
+        return 1.0f;
     case P_ACCURATE:
 #pragma unroll
         for (int i = 0; i < KEYS::N; i++) {
-            x[i] = p_accurate_key(KEYS::key(i), block) ? p_exact_value(x[i]) : p_affine_value(x[i], 1.65f, 0.80f);
+            const float affine = p_affine_value(x[i], 1.65f, 0.80f);
+            x[i] = p_accurate_key(KEYS::key(i), block) ? 0.5f * p_exact_twice(x[i]) : affine;
         }
-        return;
+        return 1.0f;
     }
+    return 1.0f;
 }
 
 /* ---- one block of 32 keys of one row: scores in, represented P times the unit out ------------------------- */
 
-/* E4M3(2^(t + lift)) 2^-lift. */
-template <class KEYS> __device__ __forceinline__ void p_fp8_block(const p_rule &rule, float reference, float *t)
+/* E4M3(2^(t + lift)) 2^-lift times the unit; RAW: times 2^lift. `exact`: 2^t, if EXACT. */
+template <class KEYS, bool EXACT, bool RAW>
+__device__ __forceinline__ void p_fp8_block(const p_rule &rule, float reference, float *t, float *exact)
 {
-    const float lift = rule.rebuilt ? 7.0f : 8.0f;
-    const float down = (rule.rebuilt ? 0x1p-7f : 0x1p-8f) * rule.unit;
+    const float lift = rule.rebuilt ? 7.0f : 8.0f, down = rule.rebuilt ? 0x1p-7f : 0x1p-8f;
+    const float down_unit = down * rule.unit;
+    p_exp2_row<KEYS::N>(t, lift - reference, t);
 #pragma unroll
-    for (int i = 0; i < KEYS::N; i++) {
-        t[i] = __fmul_rn(e4m3_round(p_exp2(t[i], lift - reference)), down);
+    for (int i = 0; EXACT && i < KEYS::N; i++) {
+        exact[i] = __fmul_rn(t[i], down);
+    }
+#pragma unroll
+    for (int i = 0; i < KEYS::N; i += 2) {
+        p_e4m3_pair(t + i);
+        t[i] = RAW ? t[i] : __fmul_rn(t[i], down_unit);
+        t[i + 1] = RAW ? t[i + 1] : __fmul_rn(t[i + 1], down_unit);
     }
 }
 
@@ -252,41 +334,78 @@ __device__ __forceinline__ void p_mxfp4_block(const p_rule &rule, float referenc
         const float y = __fsub_rn(t[i], e);
         t[i] = rule.amplitude ? __fadd_rn(y, 0x1.4ae00ep+1f) : y; /* fl32(log2 6) */
     }
-    p_produce<KEYS>(rule, block, t);
+    scale = __fmul_rn(scale, p_produce<KEYS>(rule, block, t));
 #pragma unroll
     for (int i = 0; i < KEYS::N; i++) {
         t[i] = __fmul_rn(t[i], scale);
     }
 }
 
-/* E2M1(p / s) for p >= 0: p is compared with boundaries times s, which are exact. */
-__device__ __forceinline__ float p_quotient_value(float p, float s)
+/* Twice E2M1(p / s) for p >= 0: p is compared with boundaries times s, which are exact. */
+__device__ __forceinline__ float p_quotient_twice(float p, const float *boundary)
 {
-    float q = p > 0.25f * s ? 0.5f : 0.0f;
-    q += p >= 0.75f * s ? 0.5f : 0.0f;
-    q += p > 1.25f * s ? 0.5f : 0.0f;
-    q += p >= 1.75f * s ? 0.5f : 0.0f;
-    q += p > 2.5f * s ? 1.0f : 0.0f;
-    q += p >= 3.5f * s ? 1.0f : 0.0f;
-    q += p > 5.0f * s ? 2.0f : 0.0f;
-    return q;
+    float q = p_above(p, boundary[0]) + p_at_least(p, boundary[1]);
+    q += p_above(p, boundary[2]);
+    q += p_at_least(p, boundary[3]);
+    q = __fmaf_rn(2.0f, p_above(p, boundary[4]), q);
+    q = __fmaf_rn(2.0f, p_at_least(p, boundary[5]), q);
+    return __fmaf_rn(4.0f, p_above(p, boundary[6]), q);
 }
 
-template <bool WIDE, class KEYS>
-__device__ __forceinline__ void p_nvfp4_block(const p_rule &rule, float reference, const p_max &max, float *t)
+/* x / 6, correctly rounded for normal x (tried on every mantissa). */
+__device__ __forceinline__ float p_sixth(float x)
+{
+    const float q = __fmul_rn(x, 1.0f / 6.0f);
+    return __fmaf_rn(__fmaf_rn(-6.0f, q, x), 1.0f / 6.0f, q);
+}
+
+template <bool WIDE, class KEYS, bool EXACT>
+__device__ __forceinline__ void p_nvfp4_block(const p_rule &rule, float reference, const p_max &max, float *t,
+                                              float *exact)
 {
     const float g = (WIDE ? 0x1p18f : 0x1p11f) * (rule.rebuilt ? 0.5f : 1.0f);
+    float scale[2];
+    p_exp2_row<2>(max.half, -reference, scale);
+    p_exp2_row<KEYS::N>(t, -reference, t);
+#pragma unroll
+    for (int i = 0; EXACT && i < KEYS::N; i++) {
+        exact[i] = t[i];
+    }
+    scale[0] = p_sixth(__fmul_rn(g, scale[0]));
+    scale[1] = p_sixth(__fmul_rn(g, scale[1]));
+    if (WIDE) {
+        scale[0] = ue5m3_to_float(ue5m3_from_float(scale[0]));
+        scale[1] = ue5m3_to_float(ue5m3_from_float(scale[1]));
+    } else {
+        p_e4m3_pair(scale); /* UE4M3 is E4M3 without the sign */
+    }
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const float peak = __fdiv_rn(__fmul_rn(g, p_exp2(max.half[h], -reference)), E2M1_MAX);
-        const float code = WIDE ? ue5m3_to_float(ue5m3_from_float(peak)) : ue4m3_to_float(ue4m3_from_float(peak));
-        const float s = __fmul_rn(code, 1.0f / g); /* a power of two */
+        const float s = __fmul_rn(scale[h], 1.0f / g); /* g is a power of two */
         const float divisor = s > 0.0f ? s : __uint_as_float(FLOAT_INF);
+        const float boundary[7] = {0.25f * divisor, 0.75f * divisor, 1.25f * divisor, 1.75f * divisor,
+                                   2.5f * divisor,  3.5f * divisor,  5.0f * divisor};
 #pragma unroll
         for (int i = h * (KEYS::N / 2); i < (h + 1) * (KEYS::N / 2); i++) {
-            t[i] = __fmul_rn(p_quotient_value(p_exp2(t[i], -reference), divisor), s);
+            t[i] = __fmul_rn(p_quotient_twice(t[i], boundary), 0.5f * s);
         }
     }
+}
+
+/* The sum is of the values before their rounding, as flash attention makes it. */
+template <class KEYS> __device__ __forceinline__ float p_bf16_block(float reference, float *t)
+{
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < KEYS::N; i++) {
+        t[i] = p_exp2_fast(__fsub_rn(t[i], reference));
+        sum += t[i];
+    }
+#pragma unroll
+    for (int i = 0; i < KEYS::N; i++) {
+        t[i] = bf16_value(bf16_code(t[i]));
+    }
+    return sum;
 }
 
 /* Publishes one block. All lanes of the row call it (of the warp, in fact: the branches are uniform).
@@ -295,31 +414,39 @@ __device__ __forceinline__ void p_nvfp4_block(const p_rule &rule, float referenc
  *   reference  the anchor in the forward, floor(LSE2) in the backward
  *   anchor     the forward's (decides where a block exponent underflows: MXFP4 only)
  *   key0       absolute position of the first key, a multiple of 32
+ *   exact      KEYS::N values, only if EXACT (no pv = bf16): 2^(t - reference) before any rounding
+ * RAW, for pv = fp8: P times 2^8 (rebuilt: 2^7) instead, which saves a product.
  * Returns the lane's part of the normaliser: the sum of its P (pv = bf16: before their rounding). */
-template <enum pv_format PV, class KEYS>
+template <enum pv_format PV, class KEYS, bool EXACT = false, bool RAW = false>
 __device__ __forceinline__ float p_block_publish(const p_rule &rule, float reference, float anchor, int64_t key0,
-                                                 const p_max &max, float *t)
+                                                 const p_max &max, float *t, float *exact = NULL)
 {
-    float sum = 0.0f;
     if (PV == PV_BF16) {
-#pragma unroll
-        for (int i = 0; i < KEYS::N; i++) {
-            t[i] = p_exp2(t[i], -reference);
-            sum += t[i];
-        }
-#pragma unroll
-        for (int i = 0; i < KEYS::N; i++) {
-            t[i] = bf16_value(bf16_code(t[i]));
-        }
-        return sum;
+        return p_bf16_block<KEYS>(reference, t);
     }
-    if (PV == PV_FP8 || key0 < rule.sink_keys) {
-        p_fp8_block<KEYS>(rule, reference, t);
+    if (PV == PV_FP8) {
+        p_fp8_block<KEYS, EXACT, RAW>(rule, reference, t, exact);
+    } else if (key0 < rule.sink_keys) {
+        float seen[KEYS::N]; /* a score of -inf is NaN in E4M3, as on the CPU */
+#pragma unroll
+        for (int i = 0; i < KEYS::N; i++) {
+            seen[i] = t[i] - t[i];
+        }
+        p_fp8_block<KEYS, EXACT, false>(rule, reference, t, exact);
+#pragma unroll
+        for (int i = 0; i < KEYS::N; i++) {
+            t[i] += seen[i];
+        }
     } else if (PV == PV_MXFP4) {
+#pragma unroll
+        for (int i = 0; EXACT && i < KEYS::N; i++) {
+            exact[i] = p_exp2_fast(__fsub_rn(t[i], reference));
+        }
         p_mxfp4_block<KEYS>(rule, reference, anchor, key0 / 32, max.all, t);
     } else {
-        p_nvfp4_block<PV == PV_FP4_UE5M3, KEYS>(rule, reference, max, t);
+        p_nvfp4_block<PV == PV_FP4_UE5M3, KEYS, EXACT>(rule, reference, max, t, exact);
     }
+    float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < KEYS::N; i++) {
         sum += t[i];

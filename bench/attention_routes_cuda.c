@@ -1,6 +1,6 @@
 /* bench: every route of attention in every GPU variant that accepts it, in TF/s: 4 B H T^2 D operations forward (half
  * if causal), 2.5 times that backward. A call's time includes publishing its operands.
- *   build/release/bench/attention_routes_cuda [variant | all] [route | all] [forward | backward | both] [runs]
+ *   build/release/bench/attention_routes_cuda [variant | all] [route | all] [forward | backward | both] [runs] [tokens]
  * Medians of events, random inputs. The first line is the rate of a device copy in the same run. */
 #include "attention/attention.h"
 #include "core/cuda.h"
@@ -202,6 +202,7 @@ static struct attention_recipe recipe_of(const struct route *r)
 struct wish {
     const char *variant, *route, *pass;
     int runs;
+    int64_t tokens; /* 0: every size */
 };
 
 static bool wanted(const char *wish, const char *name)
@@ -265,7 +266,7 @@ static void copy_rate(const struct cuda *cuda, const struct tensors *t, size_t b
 int main(int argc, char **argv)
 {
     struct wish wish = {argc > 1 ? argv[1] : "all", argc > 2 ? argv[2] : "all", argc > 3 ? argv[3] : "both",
-                        argc > 4 ? atoi(argv[4]) : 10};
+                        argc > 4 ? atoi(argv[4]) : 10, argc > 5 ? atoi(argv[5]) : 0};
     wish.runs = wish.runs < 1 ? 1 : wish.runs > RUNS_MAX ? RUNS_MAX : wish.runs;
     struct cuda *cuda;
     must(cuda_open(&cuda, 0));
@@ -279,6 +280,9 @@ int main(int argc, char **argv)
     cuda_zero(cuda, t.stats, sizeof *t.stats);
     copy_rate(cuda, &t, (size_t)(tokens * QKV_WIDTH) * sizeof(bf16));
     for (size_t size = 0; size < sizeof sizes / sizeof *sizes; size++) {
+        if (wish.tokens != 0 && wish.tokens != sizes[size].tokens) {
+            continue;
+        }
         for (int v = 0; attention_variants[v] != NULL; v++) {
             if (attention_variants[v]->device != DEVICE_CUDA || !wanted(wish.variant, attention_variants[v]->name)) {
                 continue;

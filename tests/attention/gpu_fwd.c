@@ -169,11 +169,13 @@ struct difference {
     double out;         /* rel-L2 */
     double lse;         /* largest, absolute */
     double lse_mean;    /* mean absolute */
+    double lse_scale;   /* largest |LSE2| of the reference: FP32 steps of scores are 2^-24 of it */
     double exact, lost; /* LSE2' absolute; lost mass relative */
     int64_t operands;   /* elements of saved Q, K, V with other bits */
     int64_t special;    /* elements that are NaN, Inf or zero on one side only */
 };
 
+/* LSE2: both NaN, or the same infinity, or both finite. */
 static bool same_kind(float x, float y)
 {
     return isnan(x) == isnan(y) && (isnan(x) || (isinf(x) == isinf(y) && (!isinf(x) || x == y)));
@@ -195,7 +197,7 @@ static double bf16_difference(const bf16 *x, const bf16 *y, int64_t n, int64_t *
     for (int64_t i = 0; i < n; i++) {
         float a = bf16_to_float(x[i]);
         float b = bf16_to_float(y[i]);
-        if (!same_kind(a, b)) {
+        if (isfinite(a) != isfinite(b)) { /* unrounded P goes in two halves: Inf - Inf may take the place of Inf */
             *special += 1;
         } else if (isfinite(b)) {
             error += (double)(a - b) * (double)(a - b);
@@ -205,14 +207,15 @@ static double bf16_difference(const bf16 *x, const bf16 *y, int64_t n, int64_t *
     return error == 0 ? 0 : sqrt(error / size);
 }
 
-static double float_difference(const float *x, const float *y, int64_t n, double *mean, int64_t *special)
+static double float_difference(const float *x, const float *y, int64_t n, struct difference *d, double *mean)
 {
     double worst = 0;
     double sum = 0;
     for (int64_t i = 0; i < n; i++) {
         if (!same_kind(x[i], y[i])) {
-            *special += 1;
+            d->special++;
         } else if (isfinite(y[i])) {
+            d->lse_scale = fmax(d->lse_scale, fabs((double)y[i]));
             worst = fmax(worst, fabs((double)x[i] - (double)y[i]));
             sum += fabs((double)x[i] - (double)y[i]);
         }
@@ -232,14 +235,14 @@ static struct difference compare(const struct attention_case *c, const struct re
     d.operands = count_bits(a.q, b.q, (size_t)case_queries(c)) + count_bits(a.k, b.k, (size_t)case_keys(c)) +
                  count_bits(a.v, b.v, (size_t)case_keys(c));
     d.out = bf16_difference(r->out, c->out, case_queries(c), &d.special);
-    d.lse = float_difference(r->lse, c->lse_log2, rows, &d.lse_mean, &d.special);
+    d.lse = float_difference(r->lse, c->lse_log2, rows, &d, &d.lse_mean);
     if (b.lse_exact != NULL) {
-        d.exact = float_difference(a.lse_exact, b.lse_exact, rows, &mean, &d.special);
+        d.exact = float_difference(a.lse_exact, b.lse_exact, rows, &d, &mean);
     }
     if (b.out_exact != NULL) {
         d.out = fmax(d.out, bf16_difference(a.out_exact, b.out_exact, case_queries(c), &d.special));
     }
-    if (c->stats.p_lost_mass != 0) {
+    if (c->stats.p_lost_mass != 0 && isfinite(c->stats.p_lost_mass)) {
         d.lost = fabs(r->stats.p_lost_mass / c->stats.p_lost_mass - 1);
     }
     d.special += r->stats.p_rows != c->stats.p_rows || r->stats.non_finite != c->stats.non_finite;
@@ -254,6 +257,7 @@ static void worst_of(struct difference *all, const struct difference *d)
     all->out = fmax(all->out, d->out);
     all->lse = fmax(all->lse, d->lse);
     all->lse_mean = fmax(all->lse_mean, d->lse_mean);
+    all->lse_scale = fmax(all->lse_scale, d->lse_scale);
     all->exact = fmax(all->exact, d->exact);
     all->lost = fmax(all->lost, d->lost);
     all->operands += d->operands;
@@ -269,8 +273,9 @@ static double out_limit(const struct attention_recipe *recipe)
 
 static bool acceptable(const struct attention_recipe *recipe, const struct difference *d)
 {
-    return d->operands == 0 && d->special == 0 && d->out < out_limit(recipe) && d->lse < 0.3 && d->lse_mean < 2e-4 &&
-           d->exact < 2e-5 && d->lost < 1e-2;
+    double slack = d->lse_scale * 0x1p-20; /* of scores */
+    return d->operands == 0 && d->special == 0 && d->out < out_limit(recipe) + slack && d->lse < 0.3 + 8 * slack &&
+           d->lse_mean < 2e-4 + slack && d->exact < 2e-5 + 8 * slack && d->lost < 1e-2;
 }
 
 static int failures;
