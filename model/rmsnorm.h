@@ -21,7 +21,9 @@ struct rmsnorm_fwd {
     /* CUDA, one group: NULL, or (rows, width) packed: x + branch is rounded to BF16, kept in `sum`, and normalised; the
      * bits of residual_add and then this without a branch. */
     const bf16 *branch;
-    bf16 *sum; /* (rows, width), stride x_stride; may be x */
+    bf16 *sum;   /* (rows, width), stride x_stride; may be x */
+    float *amax; /* CUDA: NULL, or in device memory, zeroed before: takes the largest magnitude in y, as
+                    linear_amax_cuda finds it (model/linear_format.h) */
 };
 void rmsnorm_fwd_cpu(const struct rmsnorm_fwd *a);
 void rmsnorm_fwd_cuda(const struct rmsnorm_fwd *a, const struct cuda *on);
@@ -29,8 +31,8 @@ void rmsnorm_fwd_cuda(const struct rmsnorm_fwd *a, const struct cuda *on);
 /*   dx     = the gradient for dy, or with `residual` (same stride as dx; may be dx) residual + that, rounded once.
  *            dx may be dy, not x.
  *   dgain  (width) fp32: the sum over rows, groups in order; overwritten, or added to with `accumulate`. CUDA: the
- *          rows are cut in at most 264 parts (heads: 396), each summed in order (heads: in interleaved teams), then the parts: the
- *          bits depend on the shape only. */
+ *          rows are cut in at most 264 parts (heads: 396), each summed in order (heads: in interleaved teams), then
+ *          the parts: the bits depend on the shape only. */
 struct rmsnorm_bwd {
     int64_t rows, groups, width, x_stride, dy_stride, dx_stride;
     const bf16 *x, *gain, *dy, *residual;
@@ -40,6 +42,7 @@ struct rmsnorm_bwd {
     enum dtype grad_type; /* of dgain: FP32, on CUDA also BF16 */
     bool accumulate;
     float *scratch; /* CUDA: rmsnorm_bwd_scratch_bytes_cuda */
+    float *amax;    /* CUDA: as above, of dx */
 };
 void rmsnorm_bwd_cpu(const struct rmsnorm_bwd *a);
 void rmsnorm_bwd_cuda(const struct rmsnorm_bwd *a, const struct cuda *on);

@@ -3,6 +3,7 @@
  * A team normalises one group of `width` neighbours (an item): the lanes of a part of a warp for heads and tiny models,
  * a block for wide rows. The item stays in registers between its reduction and its result. */
 #include "core/cuda.cuh"
+#include "model/linear_cuda.cuh"
 
 extern "C" {
 #include "model/rmsnorm.h"
@@ -11,7 +12,7 @@ extern "C" {
 enum {
     NARROW_WIDTH = 256,   /* up to here a part of a warp takes an item, one vector a lane */
     NARROW_THREADS = 256, /* threads of a block of such teams */
-    NARROW_ITEMS = 4,     /* that a team of forward takes */
+    NARROW_ITEMS = 2,     /* that a team of forward has on their way */
     WIDE_THREADS = 512,   /* at most; two vectors a lane, four beyond 8192 */
     WIDE_PARTS = 264,     /* blocks of backward, each with its own sum for dgain: two a multiprocessor of 132. A */
     NARROW_PARTS = 396,   /* constant, so that bits do not depend on the device */
@@ -20,13 +21,18 @@ enum {
 
 struct team {
     int lane, lanes;
-    int64_t index; /* among the teams of the block */
+    int index; /* among the teams of the block */
 };
+
+__device__ __forceinline__ bf16x8 bf16x8_zeros()
+{
+    return {make_uint4(0, 0, 0, 0)};
+}
 
 template <bool NARROW> __device__ __forceinline__ team team_here(int lanes)
 {
     if (NARROW) {
-        return {(int)threadIdx.x & (lanes - 1), lanes, (int64_t)(threadIdx.x / lanes)};
+        return {(int)threadIdx.x & (lanes - 1), lanes, (int)threadIdx.x / lanes};
     }
     return {(int)threadIdx.x, (int)blockDim.x, 0};
 }
@@ -59,27 +65,14 @@ static int team_lanes(int64_t width, bool narrow, int vectors)
 
 /* ---- forward ---- */
 
-/* Where vector v of this thread lies: of a wide row the next piece, of narrow items the same piece of another item, so
- * that several are on their way at a time. */
-struct fwd_place {
-    int64_t item, column, x, y; /* x, y: offsets */
-    bool in;
-};
-
-template <bool NARROW>
-__device__ __forceinline__ fwd_place fwd_place_of(const rmsnorm_fwd &a, const team &t, int v, int vectors)
+/* One unit in the last place beside the CPU's 1 / sqrt. */
+__device__ __forceinline__ float inverse_rms(float squares, float inverse_width, float eps)
 {
-    const int64_t teams = NARROW ? NARROW_THREADS / t.lanes : 1;
-    const int64_t item = NARROW ? (blockIdx.x * (int64_t)vectors + v) * teams + t.index : (int64_t)blockIdx.x;
-    const int64_t row = a.groups == 1 ? item : (uint32_t)item / (uint32_t)a.groups;
-    const int64_t column = 8 * (t.lane + (NARROW ? 0 : (int64_t)v * t.lanes)),
-                  in_row = (item - row * a.groups) * a.width;
-    const bool in = column < a.width && item < a.rows * a.groups;
-    return {item, column, row * a.x_stride + in_row + column, row * a.y_stride + in_row + column, in};
+    return rsqrtf(fmaf(squares, inverse_width, eps));
 }
 
 /* x + branch rounded, kept where it belongs. */
-__device__ __forceinline__ bf16x8 branch_join(const rmsnorm_fwd &a, const fwd_place &p, bf16x8 x8, bf16x8 branch8)
+__device__ __forceinline__ bf16x8 branch_join(bf16x8 x8, bf16x8 branch8, bf16 *sum, bool in)
 {
     float x[8], branch[8];
     bf16x8_unpack(x8, x);
@@ -89,8 +82,8 @@ __device__ __forceinline__ bf16x8 branch_join(const rmsnorm_fwd &a, const fwd_pl
         x[i] += branch[i];
     }
     x8 = bf16x8_pack(x);
-    if (p.in) {
-        bf16x8_store(a.sum + p.x, x8);
+    if (in) {
+        bf16x8_store(sum, x8);
     }
     return x8;
 }
@@ -106,53 +99,98 @@ __device__ __forceinline__ float squares_add(float sum, bf16x8 x8)
     return sum;
 }
 
-__device__ __forceinline__ void normalised_store(const rmsnorm_fwd &a, const fwd_place &p, bf16x8 x8, float inv)
+__device__ __forceinline__ bf16x8 normalised(bf16x8 x8, float inv, bf16x8 gain8)
 {
-    if (p.in) {
-        float x[8], gain[8];
-        bf16x8_unpack(x8, x);
-        bf16x8_unpack(bf16x8_load(a.gain + p.column), gain);
+    float x[8], gain[8];
+    bf16x8_unpack(x8, x);
+    bf16x8_unpack(gain8, gain);
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            x[i] = x[i] * inv * gain[i];
-        }
-        bf16x8_store(a.y + p.y, bf16x8_pack(x));
-        if (p.column == 0) {
-            a.inv_rms[p.item] = inv;
-        }
+    for (int i = 0; i < 8; i++) {
+        x[i] = x[i] * inv * gain[i];
     }
+    return bf16x8_pack(x);
 }
 
-template <int VECTORS, bool NARROW>
-static __global__ void __launch_bounds__(WIDE_THREADS) rmsnorm_fwd_kernel(const rmsnorm_fwd a, int lanes)
+/* A block takes an item. */
+template <int VECTORS>
+static __global__ void __launch_bounds__(WIDE_THREADS) rmsnorm_fwd_wide_kernel(const rmsnorm_fwd a, float inverse_width)
 {
-    const bf16x8 zeros = {make_uint4(0, 0, 0, 0)};
-    const team t = team_here<NARROW>(lanes);
+    const int64_t row = a.groups == 1 ? blockIdx.x : blockIdx.x / (uint32_t)a.groups;
+    const int64_t in_row = (blockIdx.x - row * a.groups) * a.width;
+    const bf16 *from = a.x + row * a.x_stride + in_row;
     bf16x8 x[VECTORS], branch[VECTORS];
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
-        const fwd_place p = fwd_place_of<NARROW>(a, t, v, VECTORS);
-        x[v] = p.in ? bf16x8_load(a.x + p.x) : zeros;
-        branch[v] = p.in && a.branch != NULL ? bf16x8_load(a.branch + p.item * a.width + p.column) : zeros;
+        const int64_t c = 8 * (int64_t)(threadIdx.x + v * blockDim.x);
+        x[v] = c < a.width ? bf16x8_load(from + c) : bf16x8_zeros();
+        branch[v] = c < a.width && a.branch != NULL ? bf16x8_load(a.branch + row * a.width + c) : bf16x8_zeros();
     }
-    float squares = 0.0f, inv = 0.0f;
+    float squares = 0.0f;
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
-        const fwd_place p = fwd_place_of<NARROW>(a, t, v, VECTORS);
+        const int64_t c = 8 * (int64_t)(threadIdx.x + v * blockDim.x);
         if (a.branch != NULL) { /* what is kept is what is normalised */
-            x[v] = branch_join(a, p, x[v], branch[v]);
+            x[v] = branch_join(x[v], branch[v], a.sum + row * a.x_stride + c, c < a.width);
         }
-        squares = squares_add(NARROW ? 0.0f : squares, x[v]);
-        if (NARROW || v == VECTORS - 1) {
-            inv = 1.0f / sqrtf(team_sum<NARROW>(squares, t.lanes) / (float)a.width + a.eps);
-        }
-        if (NARROW) {
-            normalised_store(a, p, x[v], inv);
+        squares = squares_add(squares, x[v]);
+    }
+    const float inv = inverse_rms(block_sum(squares), inverse_width, a.eps);
+    if (threadIdx.x == 0) {
+        a.inv_rms[blockIdx.x] = inv;
+    }
+    uint32_t max = 0;
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+        const int64_t c = 8 * (int64_t)(threadIdx.x + v * blockDim.x);
+        if (c < a.width) {
+            const bf16x8 y = normalised(x[v], inv, bf16x8_load(a.gain + c));
+            bf16x8_store(a.y + row * a.y_stride + in_row + c, y);
+            max = magnitude_max8(max, y);
         }
     }
+    if (a.amax != NULL) {
+        amax_publish(magnitude_of(max), a.amax);
+    }
+}
+
+/* A block takes a row, a team NARROW_ITEMS of its groups at a time. */
+static __global__ void __launch_bounds__(NARROW_THREADS)
+    rmsnorm_fwd_narrow_kernel(const rmsnorm_fwd a, float inverse_width, int lanes)
+{
+    const team t = team_here<true>(lanes);
+    const int64_t row = blockIdx.x;
+    const int teams = (int)blockDim.x / lanes, groups = (int)a.groups, width = (int)a.width, c = 8 * t.lane;
+    const bf16 *from = a.x + row * a.x_stride + c;
+    const bf16x8 gain = c < width ? bf16x8_load(a.gain + c) : bf16x8_zeros();
+    uint32_t max = 0;
+    for (int first = 0; first < groups; first += NARROW_ITEMS * teams) { /* the same trips for all lanes of a warp */
+        bf16x8 x[NARROW_ITEMS];
 #pragma unroll
-    for (int v = 0; v < VECTORS && !NARROW; v++) {
-        normalised_store(a, fwd_place_of<NARROW>(a, t, v, VECTORS), x[v], inv);
+        for (int k = 0; k < NARROW_ITEMS; k++) {
+            const int group = first + k * teams + t.index;
+            x[k] = c < width && group < groups ? bf16x8_load(from + group * width) : bf16x8_zeros();
+        }
+#pragma unroll
+        for (int k = 0; k < NARROW_ITEMS; k++) {
+            const int group = first + k * teams + t.index;
+            const bool in = c < width && group < groups;
+            if (a.branch != NULL) { /* one group */
+                const bf16x8 branch = in ? bf16x8_load(a.branch + row * width + c) : bf16x8_zeros();
+                x[k] = branch_join(x[k], branch, a.sum + row * a.x_stride + c, in);
+            }
+            const float inv = inverse_rms(team_sum<true>(squares_add(0.0f, x[k]), lanes), inverse_width, a.eps);
+            if (in) {
+                const bf16x8 y = normalised(x[k], inv, gain);
+                bf16x8_store(a.y + row * a.y_stride + group * width + c, y);
+                max = magnitude_max8(max, y);
+            }
+            if (in && t.lane == 0) {
+                a.inv_rms[row * groups + group] = inv;
+            }
+        }
+    }
+    if (a.amax != NULL) {
+        amax_publish(magnitude_of(max), a.amax);
     }
 }
 
@@ -165,16 +203,18 @@ void rmsnorm_fwd_cuda(const rmsnorm_fwd *a, const cuda *on)
     if (items == 0) {
         return;
     }
+    const float inverse_width = 1.0f / (float)a->width;
     if (a->width <= NARROW_WIDTH) {
-        int lanes = team_lanes(a->width, true, 1);
-        rmsnorm_fwd_kernel<NARROW_ITEMS, true>
-            <<<cuda_blocks(items, NARROW_ITEMS * (NARROW_THREADS / lanes)), NARROW_THREADS, 0, on->stream>>>(*a, lanes);
+        const int lanes = team_lanes(a->width, true, 1);
+        const int64_t needed = (a->groups * lanes + 31) / 32 * 32;
+        const int threads = needed < NARROW_THREADS ? (int)needed : (int)NARROW_THREADS;
+        rmsnorm_fwd_narrow_kernel<<<(unsigned int)a->rows, threads, 0, on->stream>>>(*a, inverse_width, lanes);
     } else if (a->width <= WIDE_THREADS * 16) {
-        int lanes = team_lanes(a->width, false, 2);
-        rmsnorm_fwd_kernel<2, false><<<(unsigned int)items, lanes, 0, on->stream>>>(*a, lanes);
+        const int threads = team_lanes(a->width, false, 2);
+        rmsnorm_fwd_wide_kernel<2><<<(unsigned int)items, threads, 0, on->stream>>>(*a, inverse_width);
     } else {
-        int lanes = team_lanes(a->width, false, 4);
-        rmsnorm_fwd_kernel<4, false><<<(unsigned int)items, lanes, 0, on->stream>>>(*a, lanes);
+        const int threads = team_lanes(a->width, false, 4);
+        rmsnorm_fwd_wide_kernel<4><<<(unsigned int)items, threads, 0, on->stream>>>(*a, inverse_width);
     }
     cuda_launched(on, "rmsnorm_fwd");
 }
@@ -201,19 +241,29 @@ template <int PENDING> __device__ __forceinline__ void copies_wait()
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-/* Where an item's numbers lie: offsets of its first element, without the column. */
-struct item_place {
-    int64_t x, dy, dx;
+/* A team's way through its items, `teams` apart, without a division for each. */
+struct walk {
+    int item, row, group;
 };
 
-__device__ __forceinline__ item_place place_of(const rmsnorm_bwd &a, int64_t item)
+struct walk_step {
+    int item, row, group;
+};
+
+__device__ __forceinline__ void walk_on(walk &w, const walk_step &step, int groups)
 {
-    int64_t row = item, in_row = 0;
-    if (a.groups > 1) {
-        row = (uint32_t)item / (uint32_t)a.groups;
-        in_row = (item - row * a.groups) * a.width;
+    w.item += step.item;
+    w.row += step.row;
+    w.group += step.group;
+    if (w.group >= groups) {
+        w.group -= groups;
+        w.row++;
     }
-    return {row * a.x_stride + in_row, row * a.dy_stride + in_row, row * a.dx_stride + in_row};
+}
+
+__device__ __forceinline__ int64_t walk_at(const walk &w, int64_t stride, int64_t width)
+{
+    return (int64_t)w.row * (int)stride + w.group * (int)width;
 }
 
 /* Items on their way are kept in a ring in shared memory. A thread reads only what it copied itself: no barriers. */
@@ -229,53 +279,56 @@ template <int VECTORS> struct ring {
 
 template <int VECTORS>
 __device__ __forceinline__ void item_start(const ring<VECTORS> &r, int stage, const rmsnorm_bwd &a, const team &t,
-                                           int64_t item, bool here)
+                                           const walk &w, bool here)
 {
-    const item_place p = place_of(a, here ? item : 0);
+    const bf16 *x = a.x, *dy = a.dy, *residual = a.residual;
+    if (here) {
+        x += walk_at(w, a.x_stride, a.width);
+        dy += walk_at(w, a.dy_stride, a.width);
+        residual += residual != NULL ? walk_at(w, a.dx_stride, a.width) : 0;
+    }
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
-        const int64_t c = 8 * (t.lane + (int64_t)v * t.lanes);
-        const bool in = here && c < a.width;
-        copy16_start(r.at(stage, 0, v), a.x + p.x + (in ? c : 0), in);
-        copy16_start(r.at(stage, 1, v), a.dy + p.dy + (in ? c : 0), in);
+        const int c = 8 * (t.lane + v * t.lanes);
+        const bool in = here && c < (int)a.width;
+        copy16_start(r.at(stage, 0, v), x + (in ? c : 0), in);
+        copy16_start(r.at(stage, 1, v), dy + (in ? c : 0), in);
         if (a.residual != NULL) {
-            copy16_start(r.at(stage, 2, v), a.residual + p.dx + (in ? c : 0), in);
+            copy16_start(r.at(stage, 2, v), residual + (in ? c : 0), in);
         }
     }
     copies_commit();
 }
 
-__device__ __forceinline__ float vector_dot(bf16x8 x8, bf16x8 dy8, bf16x8 gain8, float dot)
+/* Before the reduction: x, and gain dy, of eight elements; adds their share of dgain to `columns`. Returns the sum of
+ * gain dy x added to `dot`. */
+__device__ __forceinline__ float vector_begin(bf16x8 x8, bf16x8 dy8, bf16x8 gain8, float inv, float dot, float *x,
+                                              float *gain_dy, float *columns)
 {
-    float x[8], dy[8], g[8];
+    float dy[8], gain[8];
     bf16x8_unpack(x8, x);
     bf16x8_unpack(dy8, dy);
-    bf16x8_unpack(gain8, g);
+    bf16x8_unpack(gain8, gain);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        dot = fmaf(g[i] * dy[i], x[i], dot);
+        columns[i] = fmaf(dy[i], x[i] * inv, columns[i]);
+        gain_dy[i] = gain[i] * dy[i];
+        dot = fmaf(gain_dy[i], x[i], dot);
     }
     return dot;
 }
 
-/* dx of eight elements; adds their share of dgain to `columns`. */
-__device__ __forceinline__ bf16x8 vector_finish(bf16x8 x8, bf16x8 dy8, bf16x8 gain8, const uint4 *residual, float inv,
-                                                float slope, float *columns)
+/* After it: dx. */
+__device__ __forceinline__ bf16x8 vector_finish(const float *x, const float *gain_dy, bf16x8 residual8, float inv,
+                                                float slope)
 {
-    float x[8], dy[8], gain[8], rest[8];
-    bf16x8_unpack(x8, x);
-    bf16x8_unpack(dy8, dy);
-    bf16x8_unpack(gain8, gain);
-    if (residual != NULL) {
-        bf16x8_unpack({*residual}, rest);
-    }
+    float residual[8], dx[8];
+    bf16x8_unpack(residual8, residual);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        columns[i] = fmaf(dy[i], x[i] * inv, columns[i]);
-        float d = inv * (gain[i] * dy[i] - x[i] * slope);
-        x[i] = residual != NULL ? rest[i] + d : d;
+        dx[i] = fmaf(inv, fmaf(-x[i], slope, gain_dy[i]), residual[i]);
     }
-    return bf16x8_pack(x);
+    return bf16x8_pack(dx);
 }
 
 /* The sums of the teams of a block, added in the order of the teams. */
@@ -299,62 +352,65 @@ __device__ __forceinline__ void teams_add(const float *columns, const team &t, i
 /* A block takes `per_block` items in order. */
 template <int VECTORS, bool NARROW>
 static __global__ void __launch_bounds__(NARROW ? NARROW_THREADS : WIDE_THREADS, NARROW ? 3 : 1)
-    rmsnorm_bwd_kernel(const rmsnorm_bwd a, int64_t per_block, int lanes)
+    rmsnorm_bwd_kernel(const rmsnorm_bwd a, int per_block, int lanes, float inverse_width)
 {
     extern __shared__ uint4 ring_memory[];
     const ring<VECTORS> r = {ring_memory + threadIdx.x};
     const team t = team_here<NARROW>(lanes);
-    const int64_t teams = NARROW ? NARROW_THREADS / lanes : 1;
-    const int64_t items = a.rows * a.groups, begin = blockIdx.x * per_block;
-    const int64_t end = begin + per_block < items ? begin + per_block : items;
+    const int teams = NARROW ? NARROW_THREADS / lanes : 1, groups = (int)a.groups;
+    const int begin = (int)blockIdx.x * per_block, end = min(begin + per_block, (int)a.rows * (int)a.groups);
+    const walk_step step = {teams, teams / groups, teams % groups};
 
-    int64_t ahead = begin + t.index;
-    for (int stage = 0; stage < r.stages - 1; stage++, ahead += teams) {
-        item_start(r, stage, a, t, ahead, ahead < end);
+    walk now = {begin + t.index, (begin + t.index) / groups, (begin + t.index) % groups}, ahead = now;
+    for (int stage = 0; stage < r.stages - 1; stage++, walk_on(ahead, step, groups)) {
+        item_start(r, stage, a, t, ahead, ahead.item < end);
     }
     bf16x8 gain[VECTORS];
     float columns[8 * VECTORS] = {};
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
-        const int64_t c = 8 * (t.lane + (int64_t)v * t.lanes);
-        gain[v] = c < a.width ? bf16x8_load(a.gain + c) : bf16x8{make_uint4(0, 0, 0, 0)};
+        const int c = 8 * (t.lane + v * t.lanes);
+        gain[v] = c < (int)a.width ? bf16x8_load(a.gain + c) : bf16x8_zeros();
     }
-    float inv_ahead = begin + t.index < end ? a.inv_rms[begin + t.index] : 0.0f;
-    int stage = 0;
-    for (int64_t first = begin; first < end; first += teams) { /* the same trips for all teams: they shuffle together */
-        const int64_t item = first + t.index;
-        const bool here = item < end;
+    float inv_ahead = now.item < end ? a.inv_rms[now.item] : 0.0f;
+    uint32_t max = 0;
+    int stage = 0, last = r.stages - 1;
+    for (int first = begin; first < end; first += teams) { /* the same trips for all teams: they shuffle together */
+        const bool here = now.item < end;
         const float inv = inv_ahead;
-        inv_ahead = item + teams < end ? a.inv_rms[item + teams] : 0.0f;
-        item_start(r, (stage + r.stages - 1) % r.stages, a, t, ahead, ahead < end);
-        ahead += teams;
+        inv_ahead = now.item + teams < end ? a.inv_rms[now.item + teams] : 0.0f;
+        item_start(r, last, a, t, ahead, ahead.item < end);
+        walk_on(ahead, step, groups);
         copies_wait<ring<VECTORS>::stages - 1>();
-        float dot = 0.0f;
-        bf16x8 x[VECTORS], dy[VECTORS];
+        float dot = 0.0f, x[VECTORS][8], gain_dy[VECTORS][8];
 #pragma unroll
         for (int v = 0; v < VECTORS; v++) {
-            x[v].words = *r.at(stage, 0, v);
-            dy[v].words = *r.at(stage, 1, v);
-            dot = vector_dot(x[v], dy[v], gain[v], dot);
+            dot = vector_begin({*r.at(stage, 0, v)}, {*r.at(stage, 1, v)}, gain[v], inv, dot, x[v], gain_dy[v],
+                               columns + 8 * v);
         }
-        dot = team_sum<NARROW>(dot, t.lanes);
-        const float slope = dot / (float)a.width * inv * inv;
-        const int64_t dx_at = place_of(a, here ? item : 0).dx;
+        const float slope = team_sum<NARROW>(dot, t.lanes) * inverse_width * inv * inv;
+        bf16 *dx = a.dx + walk_at(now, a.dx_stride, a.width);
 #pragma unroll
         for (int v = 0; v < VECTORS; v++) {
-            const int64_t c = 8 * (t.lane + (int64_t)v * t.lanes);
-            const uint4 *residual = a.residual != NULL ? r.at(stage, 2, v) : NULL;
-            bf16x8 dx = vector_finish(x[v], dy[v], gain[v], residual, inv, slope, columns + 8 * v);
-            if (here && c < a.width) {
-                bf16x8_store(a.dx + dx_at + c, dx);
+            const int c = 8 * (t.lane + v * t.lanes);
+            const bf16x8 residual = a.residual != NULL ? bf16x8{*r.at(stage, 2, v)} : bf16x8_zeros();
+            if (here && c < (int)a.width) {
+                const bf16x8 result = vector_finish(x[v], gain_dy[v], residual, inv, slope);
+                bf16x8_store(dx + c, result);
+                max = magnitude_max8(max, result);
             }
         }
-        stage = (stage + 1) % r.stages;
+        walk_on(now, step, groups);
+        last = stage;
+        stage = stage + 1 < r.stages ? stage + 1 : 0;
     }
     copies_wait<0>();
+    if (a.amax != NULL) {
+        amax_publish(magnitude_of(max), a.amax);
+    }
     float *part = a.scratch + blockIdx.x * a.width;
     if constexpr (NARROW) {
-        teams_add(columns, t, (int)teams, a.width, part);
+        teams_add(columns, t, teams, a.width, part);
     } else {
 #pragma unroll
         for (int v = 0; v < VECTORS; v++) {
@@ -424,8 +480,8 @@ static void backward_launch(const rmsnorm_bwd *a, const backward_cut &cut, int l
     const int threads = NARROW ? (int)NARROW_THREADS : lanes;
     const size_t shared = (size_t)ring<VECTORS>::stages * 3 * VECTORS * threads * sizeof(uint4);
     cudaFuncSetAttribute(rmsnorm_bwd_kernel<VECTORS, NARROW>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
-    rmsnorm_bwd_kernel<VECTORS, NARROW>
-        <<<(unsigned int)cut.blocks, threads, shared, on->stream>>>(*a, cut.per_block, lanes);
+    rmsnorm_bwd_kernel<VECTORS, NARROW><<<(unsigned int)cut.blocks, threads, shared, on->stream>>>(
+        *a, (int)cut.per_block, lanes, 1.0f / (float)a->width);
     cuda_launched(on, "rmsnorm_bwd");
 }
 
@@ -434,6 +490,7 @@ void rmsnorm_bwd_cuda(const rmsnorm_bwd *a, const cuda *on)
     ASSERT(a->width > 0 && a->width % 8 == 0 && a->width <= (int64_t)WIDE_THREADS * 32 && a->scratch != NULL);
     ASSERT(a->x_stride % 8 == 0 && a->dy_stride % 8 == 0 && a->dx_stride % 8 == 0 && a->dx != a->x);
     ASSERT(a->rows * a->groups > 0 && a->rows * a->groups < INT32_MAX);
+    ASSERT(a->x_stride < INT32_MAX && a->dy_stride < INT32_MAX && a->dx_stride < INT32_MAX);
     ASSERT(a->grad_type == DTYPE_F32 || a->grad_type == DTYPE_BF16);
     const bool narrow = a->width <= NARROW_WIDTH;
     const int vectors = narrow ? 1 : a->width <= WIDE_THREADS * 16 ? 2 : 4;
