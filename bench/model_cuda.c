@@ -75,12 +75,14 @@ static struct work work_of(const struct bench *b, const char *name)
     } table[] = {{"qkv", product(n, C, q + 2 * kv, back)},
                  {"o", product(n, q, C, back)},
                  {"gate_up", product(n, C, 2 * F, back)},
-                 {"down", product(n, F, C, back)},
+                 {"down", product(n, F, C, false)},
+                 {"down dx", product(n, F, C, false)},
+                 {"down dw", product(n, F, C, false)},
                  {"attention", {.flops = (back ? 5 : 2) * n * T * q}},
                  {"head", {.flops = 6 * n * C * V}},
                  {"add, norm", {.bytes = 8 * n * C}},
                  {"norm", {.bytes = (back ? 8 : 4) * n * C}},
-                 {"swiglu", {.bytes = (back ? 10 : 6) * n * F}},
+                 {"swiglu", {.bytes = (back ? 12 : 6) * n * F}},
                  {"rope", {.bytes = 4 * n * (q + kv)}},
                  {"embedding", {.bytes = back ? 2 * (n + V) * C : 4 * n * C}}};
     size_t length = back ? strlen(name) - strlen(" backward") : strlen(name);

@@ -227,13 +227,15 @@ struct swiglu {
 static void call_swiglu_fwd(const void *argument)
 {
     const struct swiglu *a = argument;
-    swiglu_fwd_cuda(a->gate_up, a->rows, F, a->out, cuda);
+    swiglu_fwd_cuda(a->gate_up, a->rows, F, a->out, NULL, cuda);
 }
 
 static void call_swiglu_bwd(const void *argument)
 {
     const struct swiglu *a = argument;
-    swiglu_bwd_cuda(a->gate_up, a->out, a->rows, F, a->dgate_up, cuda);
+    swiglu_bwd_cuda(
+        &(struct swiglu_bwd){.rows = a->rows, .ffn = F, .gate_up = a->gate_up, .dout = a->out, .dgate_up = a->dgate_up},
+        cuda);
 }
 
 static void bench_swiglu(int64_t rows, const char *shape)

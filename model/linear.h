@@ -50,8 +50,8 @@ struct linear_bwd {
     const struct linear *linear;
     int64_t rows;
     const bf16 *x, *dy;   /* (rows, in), (rows, out) */
-    bf16 *dx;             /* (rows, in) */
-    void *dw;             /* (out, in): overwritten, or added to with `accumulate` */
+    bf16 *dx;             /* (rows, in); CUDA: NULL: not made */
+    void *dw;             /* (out, in): overwritten, or added to with `accumulate`; CUDA: NULL: not made, x not read */
     enum dtype grad_type; /* of dw: FP32, on CUDA also BF16 */
     bool accumulate;
     uint64_t seed, sample;

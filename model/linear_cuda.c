@@ -238,8 +238,12 @@ void linear_fwd_cuda(const struct linear_fwd *a, const struct cuda *on)
 static void backward_bf16(const struct linear_bwd *a, const struct cuda *on)
 {
     const struct gemm_cuda dx = product_dx(a), dw = product_dw(a);
-    gemm_cuda(on, &dx);
-    gemm_cuda(on, &dw);
+    if (a->dx) {
+        gemm_cuda(on, &dx);
+    }
+    if (a->dw) {
+        gemm_cuda(on, &dw);
+    }
 }
 
 static void backward_fp8(const struct linear_bwd *a, const struct parts *p, const struct cuda *on)
@@ -252,12 +256,17 @@ static void backward_fp8(const struct linear_bwd *a, const struct parts *p, cons
                                .cols = l->out,
                                .amax = amax_of(a->dy_amax, a->dy, a->rows * l->out, p->dy_numbers, on),
                                .scale = &p->dy_numbers->scale,
-                               .codes = p->dy,
-                               .turned = p->dy_turned},
+                               .codes = a->dx ? p->dy : NULL,
+                               .turned = a->dw ? p->dy_turned : NULL},
         on);
-    const struct gemm_cuda dx =
-        with_codes(product_dx(a), l->out, p->dy, DTYPE_E5M2, p->dy_numbers, w.turned, w.numbers);
-    gemm_cuda(on, &dx);
+    if (a->dx) {
+        const struct gemm_cuda dx =
+            with_codes(product_dx(a), l->out, p->dy, DTYPE_E5M2, p->dy_numbers, w.turned, w.numbers);
+        gemm_cuda(on, &dx);
+    }
+    if (!a->dw) {
+        return;
+    }
     linear_encode_e4m3_cuda(&(struct linear_codes){.x = a->x,
                                                    .rows = a->rows,
                                                    .cols = l->in,
@@ -288,16 +297,21 @@ static void backward_nvfp4(const struct linear_bwd *a, const struct parts *p, co
     const struct linear_random for_dx = {.seed = a->seed, .stream = l->stream + USE_DX};
     const struct linear_random for_dw = {.seed = a->seed, .stream = l->stream + USE_DW};
     struct gemm_cuda dx = product_dx(a), dw = product_dw(a);
-    linear_round_rows_cuda(
-        &(struct linear_values){.x = a->dy,
-                                .rows = a->rows,
-                                .cols = l->out,
-                                .amax = amax_of(a->dy_amax, a->dy, a->rows * l->out, p->dy_numbers, on),
-                                .random = &for_dx,
-                                .y = p->dy},
-        on);
-    dx.a = p->dy;
-    gemm_cuda(on, &dx);
+    if (a->dx) {
+        linear_round_rows_cuda(
+            &(struct linear_values){.x = a->dy,
+                                    .rows = a->rows,
+                                    .cols = l->out,
+                                    .amax = amax_of(a->dy_amax, a->dy, a->rows * l->out, p->dy_numbers, on),
+                                    .random = &for_dx,
+                                    .y = p->dy},
+            on);
+        dx.a = p->dy;
+        gemm_cuda(on, &dx);
+    }
+    if (!a->dw) {
+        return;
+    }
     round_hadamard(a->dy, a->rows, l->out, &for_dw, p->dy_numbers, p->dy, on);
     round_hadamard(a->x, a->rows, l->in, NULL, p->x_numbers, p->x, on);
     dw.a = p->dy;

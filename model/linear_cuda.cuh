@@ -15,6 +15,19 @@ __device__ __forceinline__ uint32_t magnitude_max(uint32_t max, uint32_t pair)
     return __vmaxu2(max, pair & 0x7fff7fffu);
 }
 
+/* Eight codes more. */
+__device__ __forceinline__ uint32_t magnitude_max8(uint32_t max, bf16x8 x)
+{
+    max = magnitude_max(magnitude_max(max, x.words.x), x.words.y);
+    return magnitude_max(magnitude_max(max, x.words.z), x.words.w);
+}
+
+/* The larger of a pair as FP32 bits. */
+__device__ __forceinline__ uint32_t magnitude_of(uint32_t pair)
+{
+    return pair >> 16 > (pair & 0xffffu) ? pair & 0xffff0000u : pair << 16;
+}
+
 /* *amax = max(*amax, max over the block), of magnitudes as FP32 bits. A maximum has no order: atomics keep bits. Every
  * thread of the block must call it. */
 __device__ __forceinline__ void amax_publish(uint32_t magnitude, float *amax)
@@ -28,7 +41,9 @@ __device__ __forceinline__ void amax_publish(uint32_t magnitude, float *amax)
     __syncthreads();
     if (warp == 0) {
         magnitude = __reduce_max_sync(0xffffffffu, lane < blockDim.x >> 5 ? part[lane] : 0u);
-        if (lane == 0) {
+        /* Many blocks at one address would wait for each other: most see that it holds more already. An old value seen
+         * costs an atomic, no more. */
+        if (lane == 0 && magnitude > *reinterpret_cast<volatile unsigned int *>(amax)) {
             atomicMax(reinterpret_cast<unsigned int *>(amax), magnitude);
         }
     }

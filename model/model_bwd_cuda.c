@@ -1,6 +1,7 @@
 /* model: backward on the GPU. The head's part was made in forward; what was not kept is made again, layer by layer. */
 #include "core/cuda.h"
 #include "model/embedding.h"
+#include "model/linear_format.h"
 #include "model/model_cuda.h"
 #include "model/rmsnorm.h"
 #include "model/swiglu.h"
@@ -13,29 +14,31 @@ static void *gradient(const struct pass *w, size_t offset)
     return (unsigned char *)w->grads + offset * dtype_bytes(w->m->options.grad_type);
 }
 
+/* dx and the weight's gradient. Down makes them in two calls: without x only dx, without dx only the other. */
 static void project_back(const struct pass *w, int layer, enum projection p, const bf16 *x, const bf16 *dy, bf16 *dx)
 {
-    static const char *const names[PROJECTIONS] = {"qkv backward", "o backward", "gate_up backward", "down backward"};
+    static const char *const both[PROJECTIONS] = {"qkv backward", "o backward", "gate_up backward", "down backward"};
     const struct model *m = w->m;
-    model_group_open(m, names[p]);
+    model_group_open(m, x == NULL ? "down dx" : dx == NULL ? "down dw" : both[p]);
     linear_bwd_cuda(&(struct linear_bwd){.linear = &m->layers[layer].linear[p],
                                          .rows = w->n,
                                          .x = x,
                                          .dy = dy,
                                          .dx = dx,
-                                         .dw = gradient(w, m->layers[layer].matrix[p]),
+                                         .dw = x ? gradient(w, m->layers[layer].matrix[p]) : NULL,
                                          .grad_type = m->options.grad_type,
                                          .accumulate = w->accumulate,
                                          .seed = m->options.seed,
                                          .scratch = m->gpu->tool,
-                                         .x_amax = model_amax_cuda(m, layer, p)},
+                                         .x_amax = model_amax_cuda(m, layer, p, false),
+                                         .dy_amax = model_amax_cuda(m, layer, p, true)},
                     m->options.cuda);
     model_group_close(m);
 }
 
 /* d (n, C), the gradient of the residual stream, takes on what comes through a norm (its output's gradient lies in
- * branch): d += its dx, or d = dx for the final norm, which no stream passes by. */
-static void norm_back(const struct pass *w, size_t gain, const bf16 *x, bool passes_by)
+ * branch): d += its dx, or d = dx for the final norm, which no stream passes by. amax: of the new d. */
+static void norm_back(const struct pass *w, size_t gain, const bf16 *x, bool passes_by, float *amax)
 {
     const struct model *m = w->m;
     struct model_cuda *g = m->gpu;
@@ -56,7 +59,8 @@ static void norm_back(const struct pass *w, size_t gain, const bf16 *x, bool pas
                                            .dgain = gradient(w, gain),
                                            .grad_type = m->options.grad_type,
                                            .accumulate = w->accumulate,
-                                           .scratch = g->tool},
+                                           .scratch = g->tool,
+                                           .amax = amax},
                      m->options.cuda);
     model_group_close(m);
 }
@@ -120,10 +124,15 @@ static void attention_back(const struct pass *w, int index)
         norm_heads_back(w, k, 0, c->heads, layer->q_norm, k->q_inv);
         norm_heads_back(w, k, c->heads, c->kv_heads, layer->k_norm, k->k_inv);
     }
+    float *amax = model_amax_cuda(m, index, PROJECTION_QKV, true);
+    if (amax) {
+        linear_amax_cuda(g->dqkv, w->n * h.qkv_stride, amax, m->options.cuda);
+    }
     model_group_close(m);
 }
 
-/* All that forward had when the layer's second norm was done, with normed and its inverse roots; gate_up as well. */
+/* All that forward had when the layer's second norm was done, with normed and its inverse roots; gate_up as well.
+ * Largest magnitudes are those of forward. */
 static void recompute(const struct pass *w, int index)
 {
     const struct model *m = w->m;
@@ -132,14 +141,15 @@ static void recompute(const struct pass *w, int index)
     const struct kept *k = &g->kept[index];
     if (m->options.recompute == RECOMPUTE_BLOCK) {
         const bf16 *in = model_residual_cuda(m, index);
-        model_norm_cuda(w, layer->input_norm, in, NULL, NULL, g->normed);
+        model_norm_cuda(w, &(struct norm){.gain = layer->input_norm, .x = in, .y = g->normed});
         model_attend_cuda(w, index, true);
-        model_norm_cuda(w, layer->mlp_norm, in, g->branch, k->middle, g->normed);
+        model_norm_cuda(
+            w, &(struct norm){.gain = layer->mlp_norm, .x = in, .branch = g->branch, .sum = k->middle, .y = g->normed});
     } else {
-        model_norm_cuda(w, layer->mlp_norm, k->middle, NULL, NULL, g->normed);
+        model_norm_cuda(w, &(struct norm){.gain = layer->mlp_norm, .x = k->middle, .y = g->normed});
     }
     if (m->options.recompute != RECOMPUTE_NONE) {
-        model_gate_up_cuda(w, index, true);
+        model_gate_up_cuda(w, index);
     }
 }
 
@@ -155,21 +165,28 @@ static void layer_backward(const struct pass *w, int index)
     snprintf(name, sizeof name, "layer %d", index);
     model_range_open(name);
     recompute(w, index);
-    model_group_open(m, "swiglu");
-    swiglu_fwd_cuda(k->gate_up, w->n, m->config.ffn, g->activated, m->options.cuda);
+
+    /* The pass over gate_up that needs dactivated makes activated on its way: the weight's gradient comes after it. */
+    project_back(w, index, PROJECTION_DOWN, NULL, g->d, g->dactivated);
+    model_group_open(m, "swiglu backward");
+    swiglu_bwd_cuda(&(struct swiglu_bwd){.rows = w->n,
+                                         .ffn = m->config.ffn,
+                                         .gate_up = k->gate_up,
+                                         .dout = g->dactivated,
+                                         .dgate_up = g->dgate_up,
+                                         .out = g->activated,
+                                         .amax = model_amax_cuda(m, index, PROJECTION_GATE_UP, true)},
+                    m->options.cuda);
     model_group_close(m);
-    project_back(w, index, PROJECTION_DOWN, g->activated, g->d, g->dactivated);
-    model_group_open(m, "swiglu backward"); /* dgate_up takes activated's place */
-    swiglu_bwd_cuda(k->gate_up, g->dactivated, w->n, m->config.ffn, g->dgate_up, m->options.cuda);
-    model_group_close(m);
+    project_back(w, index, PROJECTION_DOWN, g->activated, g->d, NULL);
     project_back(w, index, PROJECTION_GATE_UP, g->normed, g->dgate_up, g->branch);
-    norm_back(w, layer->mlp_norm, k->middle, true);
+    norm_back(w, layer->mlp_norm, k->middle, true, model_amax_cuda(m, index, PROJECTION_O, true));
 
     project_back(w, index, PROJECTION_O, k->attended, g->d, g->dattended);
     attention_back(w, index);
-    model_norm_cuda(w, layer->input_norm, in, NULL, NULL, g->normed);
+    model_norm_cuda(w, &(struct norm){.gain = layer->input_norm, .x = in, .y = g->normed});
     project_back(w, index, PROJECTION_QKV, g->normed, g->dqkv, g->branch);
-    norm_back(w, layer->input_norm, in, true);
+    norm_back(w, layer->input_norm, in, true, index > 0 ? model_amax_cuda(m, index - 1, PROJECTION_DOWN, true) : NULL);
     model_range_close();
 }
 
@@ -222,7 +239,8 @@ void model_backward_cuda(struct model *m, const struct model_backward *call)
     if (!w.accumulate) {
         model_each_gap(m->params, zero_gap, &w);
     }
-    norm_back(&w, m->final_norm, model_residual_cuda(m, layers), false);
+    norm_back(&w, m->final_norm, model_residual_cuda(m, layers), false,
+              model_amax_cuda(m, layers - 1, PROJECTION_DOWN, true));
     notify(call, layers);
     for (int l = layers - 1; l >= 0; l--) {
         layer_backward(&w, l);

@@ -48,16 +48,14 @@ struct model_cuda {
                           final norm's lies here from forward to backward */
     bf16 *d;           /* (n, C): gradient of the residual stream */
     void *tool;        /* scratch of the operator that runs */
-    float *amax;       /* (L, PROJECTIONS): largest |x| of each product, small formats only: found in
-                          forward, known in backward */
+    float *amax;       /* (2, L, PROJECTIONS): largest |x| and |dy| of each product; small formats only */
     float *losses, *lse;              /* (n): of the head */
     int32_t *made_up;                 /* (2, n): tokens and targets of the warm-up */
     struct model_loss_row *loss_rows; /* (B) */
 
     /* One memory: the feed-forward's half of a layer, attention's half, */
-    bf16 *activated, *dgate_up; /* (n, F), (n, 2 F): one memory too, activated is done with when dgate_up is made */
-    bf16 *dactivated;           /* (n, F) */
-    bf16 *dattended, *dqkv;     /* (n, H D), (n, (H + 2 Hkv) D) */
+    bf16 *activated, *dgate_up, *dactivated; /* (n, F), (n, 2 F), (n, F) */
+    bf16 *dattended, *dqkv;                  /* (n, H D), (n, (H + 2 Hkv) D) */
     /* and, with `tool`, the head. */
     float *logits; /* (head_rows, V) */
     bf16 *dlogits; /* (head_rows, V) */
@@ -82,20 +80,28 @@ static inline bf16 *model_residual_cuda(const struct model *m, int layer)
     return m->gpu->residual + layer * m->gpu->rows * m->config.width;
 }
 
-/* The largest |x| of a product, or NULL in BF16, which has no scale. */
-static inline float *model_amax_cuda(const struct model *m, int layer, enum projection p)
+/* Where the largest |x| of a product is kept, or |dy|; NULL in BF16, which has no scale. What makes an operand
+ * publishes it there: x's is known in backward, too. */
+static inline float *model_amax_cuda(const struct model *m, int layer, enum projection p, bool of_dy)
 {
-    return m->layers[layer].linear[p].format == LINEAR_BF16 ? NULL : m->gpu->amax + layer * PROJECTIONS + p;
+    int64_t at = ((int64_t)of_dy * m->config.layers + layer) * PROJECTIONS + p;
+    return m->layers[layer].linear[p].format == LINEAR_BF16 ? NULL : m->gpu->amax + at;
 }
 
 /* Operators of a layer, shared by forward and backward, which recomputes: `again`, what was counted and measured in
  * forward is not once more. model_fwd_cuda.c */
-void model_norm_cuda(const struct pass *w, size_t gain, const bf16 *x, const bf16 *branch, bf16 *sum, bf16 *y);
-void model_project_cuda(const struct pass *w, int layer, enum projection p, const bf16 *x, bf16 *y, bool again);
+struct norm {
+    size_t gain;
+    const bf16 *x, *branch; /* with a branch: sum = x + branch first */
+    bf16 *sum, *y;
+    float *amax; /* of y, or NULL */
+};
+void model_norm_cuda(const struct pass *w, const struct norm *norm);
+void model_project_cuda(const struct pass *w, int layer, enum projection p, const bf16 *x, bf16 *y);
 void model_rotate_cuda(const struct pass *w, bf16 *x, int64_t stride, bool inverse);
 /* From normed (of the input) to branch; then from normed (of the middle) to gate_up. */
 void model_attend_cuda(const struct pass *w, int layer, bool again);
-void model_gate_up_cuda(const struct pass *w, int layer, bool again);
+void model_gate_up_cuda(const struct pass *w, int layer);
 
 void model_backward_cuda(struct model *m, const struct model_backward *call);
 

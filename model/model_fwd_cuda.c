@@ -43,41 +43,40 @@ void model_group_close(const struct model *m)
 
 /* ---- operators of a layer -------------------------------------------------------------------------------------- */
 
-/* With a branch: sum = x + branch first. */
-void model_norm_cuda(const struct pass *w, size_t gain, const bf16 *x, const bf16 *branch, bf16 *sum, bf16 *y)
+void model_norm_cuda(const struct pass *w, const struct norm *norm)
 {
     const struct model *m = w->m;
     int64_t width = m->config.width;
-    model_group_open(m, branch ? "add, norm" : "norm");
+    model_group_open(m, norm->branch ? "add, norm" : "norm");
     rmsnorm_fwd_cuda(&(struct rmsnorm_fwd){.rows = w->n,
                                            .groups = 1,
                                            .width = width,
                                            .x_stride = width,
                                            .y_stride = width,
-                                           .x = x,
-                                           .gain = m->weights + gain,
+                                           .x = norm->x,
+                                           .gain = m->weights + norm->gain,
                                            .eps = m->config.norm_eps,
-                                           .y = y,
+                                           .y = norm->y,
                                            .inv_rms = m->gpu->inv_rms,
-                                           .branch = branch,
-                                           .sum = sum},
+                                           .branch = norm->branch,
+                                           .sum = norm->sum,
+                                           .amax = norm->amax},
                      m->options.cuda);
     model_group_close(m);
 }
 
-void model_project_cuda(const struct pass *w, int layer, enum projection p, const bf16 *x, bf16 *y, bool again)
+void model_project_cuda(const struct pass *w, int layer, enum projection p, const bf16 *x, bf16 *y)
 {
     static const char *const names[PROJECTIONS] = {"qkv", "o", "gate_up", "down"};
     const struct model *m = w->m;
-    const struct linear *linear = &m->layers[layer].linear[p];
-    float *amax = model_amax_cuda(m, layer, p);
     model_group_open(m, names[p]);
-    if (amax && !again) {
-        linear_amax_cuda(x, w->n * linear->in, amax, m->options.cuda);
-    }
-    linear_fwd_cuda(
-        &(struct linear_fwd){.linear = linear, .rows = w->n, .x = x, .y = y, .scratch = m->gpu->tool, .x_amax = amax},
-        m->options.cuda);
+    linear_fwd_cuda(&(struct linear_fwd){.linear = &m->layers[layer].linear[p],
+                                         .rows = w->n,
+                                         .x = x,
+                                         .y = y,
+                                         .scratch = m->gpu->tool,
+                                         .x_amax = model_amax_cuda(m, layer, p, false)},
+                    m->options.cuda);
     model_group_close(m);
 }
 
@@ -143,7 +142,7 @@ void model_attend_cuda(const struct pass *w, int layer, bool again)
     const struct model_config *c = &m->config;
     const struct layer *x = &m->layers[layer];
     const struct kept *k = &m->gpu->kept[layer];
-    model_project_cuda(w, layer, PROJECTION_QKV, m->gpu->normed, k->qkv, again);
+    model_project_cuda(w, layer, PROJECTION_QKV, m->gpu->normed, k->qkv);
     model_group_open(m, "rope");
     if (c->qk_norm) {
         norm_heads(w, k, 0, c->heads, x->q_norm, k->q_inv);
@@ -153,13 +152,17 @@ void model_attend_cuda(const struct pass *w, int layer, bool again)
     model_group_close(m);
     model_group_open(m, "attention");
     attention(w, layer, again);
+    float *amax = model_amax_cuda(m, layer, PROJECTION_O, false);
+    if (amax && !again) {
+        linear_amax_cuda(k->attended, w->n * model_q_width(c), amax, m->options.cuda);
+    }
     model_group_close(m);
-    model_project_cuda(w, layer, PROJECTION_O, k->attended, m->gpu->branch, again);
+    model_project_cuda(w, layer, PROJECTION_O, k->attended, m->gpu->branch);
 }
 
-void model_gate_up_cuda(const struct pass *w, int layer, bool again)
+void model_gate_up_cuda(const struct pass *w, int layer)
 {
-    model_project_cuda(w, layer, PROJECTION_GATE_UP, w->m->gpu->normed, w->m->gpu->kept[layer].gate_up, again);
+    model_project_cuda(w, layer, PROJECTION_GATE_UP, w->m->gpu->normed, w->m->gpu->kept[layer].gate_up);
 }
 
 /* ---- forward --------------------------------------------------------------------------------------------------- */
@@ -176,14 +179,24 @@ static void layer_forward(const struct pass *w, int index)
     snprintf(name, sizeof name, "layer %d", index);
     model_range_open(name);
     model_attend_cuda(w, index, false);
-    model_norm_cuda(w, m->layers[index].mlp_norm, model_residual_cuda(m, index), g->branch, k->middle, g->normed);
-    model_gate_up_cuda(w, index, false);
+    model_norm_cuda(w, &(struct norm){.gain = m->layers[index].mlp_norm,
+                                      .x = model_residual_cuda(m, index),
+                                      .branch = g->branch,
+                                      .sum = k->middle,
+                                      .y = g->normed,
+                                      .amax = model_amax_cuda(m, index, PROJECTION_GATE_UP, false)});
+    model_gate_up_cuda(w, index);
     model_group_open(m, "swiglu");
-    swiglu_fwd_cuda(k->gate_up, w->n, c->ffn, g->activated, m->options.cuda);
+    swiglu_fwd_cuda(k->gate_up, w->n, c->ffn, g->activated, model_amax_cuda(m, index, PROJECTION_DOWN, false),
+                    m->options.cuda);
     model_group_close(m);
-    model_project_cuda(w, index, PROJECTION_DOWN, g->activated, g->branch, false);
-    model_norm_cuda(w, last ? m->final_norm : m->layers[index + 1].input_norm, k->middle, g->branch,
-                    model_residual_cuda(m, index + 1), last ? g->hidden : g->normed);
+    model_project_cuda(w, index, PROJECTION_DOWN, g->activated, g->branch);
+    model_norm_cuda(w, &(struct norm){.gain = last ? m->final_norm : m->layers[index + 1].input_norm,
+                                      .x = k->middle,
+                                      .branch = g->branch,
+                                      .sum = model_residual_cuda(m, index + 1),
+                                      .y = last ? g->hidden : g->normed,
+                                      .amax = last ? NULL : model_amax_cuda(m, index + 1, PROJECTION_QKV, false)});
     model_range_close();
 }
 
@@ -238,11 +251,15 @@ void model_forward_cuda(struct model *m, const struct model_batch *batch, void *
                      .grads = grads,
                      .accumulate = accumulate};
     model_range_open("forward");
+    cuda_zero(m->options.cuda, g->amax, (size_t)(2 * c->layers) * PROJECTIONS * sizeof *g->amax);
     model_group_open(m, "embedding");
     embedding_fwd_cuda(m->weights + m->embed, batch->tokens, w.n, c->vocab, c->width, model_residual_cuda(m, 0),
                        m->options.cuda);
     model_group_close(m);
-    model_norm_cuda(&w, m->layers[0].input_norm, model_residual_cuda(m, 0), NULL, NULL, g->normed);
+    model_norm_cuda(&w, &(struct norm){.gain = m->layers[0].input_norm,
+                                       .x = model_residual_cuda(m, 0),
+                                       .y = g->normed,
+                                       .amax = model_amax_cuda(m, 0, PROJECTION_QKV, false)});
     for (int l = 0; l < c->layers; l++) {
         layer_forward(&w, l);
     }

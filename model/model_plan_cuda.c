@@ -105,8 +105,8 @@ static size_t carve_feed_forward(struct model_cuda *g, const struct model *m, st
 {
     g->tool = arena_take(arena, "", tool_bytes(m));
     g->dgate_up = take_bf16(arena, "", g->rows * 2 * m->config.ffn);
-    g->activated = g->dgate_up;
     g->dactivated = take_bf16(arena, "", g->rows * m->config.ffn);
+    g->activated = take_bf16(arena, "", g->rows * m->config.ffn);
     return arena->used;
 }
 
@@ -190,7 +190,7 @@ static enum status take_cuda(struct model *m, struct arena *arena)
     g->branch = take_bf16(arena, "scratch", n * C);
     g->d = take_bf16(arena, "scratch", n * C);
     g->inv_rms = take_f32(arena, "scratch", n);
-    g->amax = take_f32(arena, "scratch", (int64_t)c->layers * PROJECTIONS);
+    g->amax = take_f32(arena, "scratch", (int64_t)(2 * c->layers) * PROJECTIONS);
     g->losses = take_f32(arena, "losses", n);
     g->lse = take_f32(arena, "losses", n);
     g->made_up = arena_take(arena, "losses", (size_t)(2 * n) * sizeof *g->made_up);

@@ -71,3 +71,17 @@ static inline void compare_guard(const struct cuda *cuda, const void *scratch, s
     gpu_fetch(cuda, host, scratch, bytes);
     free(host);
 }
+
+/* *amax on the device is the largest magnitude in `rows` rows of `width` codes, NaN above Inf above all. */
+static inline void compare_amax(const struct cuda *cuda, const char *what, const bf16 *x, int64_t rows, int64_t width,
+                                int64_t stride, const float *amax)
+{
+    uint32_t want = 0, got;
+    for (int64_t i = 0; i < rows * width; i++) {
+        uint32_t bits = (uint32_t)(x[i / width * stride + i % width] & 0x7fff) << 16;
+        want = bits > want ? bits : want;
+    }
+    cuda_download(cuda, &got, amax, sizeof got);
+    assert_int_equal(cuda_sync(cuda, what), OK);
+    compare_bits(what, &got, &want, sizeof got, sizeof got);
+}

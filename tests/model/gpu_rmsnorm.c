@@ -98,8 +98,11 @@ static void check_forward(const struct shape *s, bool nasty)
     }
     void *d_y = gpu_array(cuda, NULL, f.cells * sizeof(bf16)), *d_inv = gpu_array(cuda, NULL, (size_t)f.items * 4);
     struct rmsnorm_fwd want = forward_of(&f, f.x, f.gain, f.y, f.inv), a = forward_of(&f, f.d_x, f.d_gain, d_y, d_inv);
+    static const float zero;
+    float *d_amax = gpu_array(cuda, &zero, sizeof zero);
     memset(f.y, 0xff, f.cells * sizeof(bf16)); /* the gaps, too, stay what they are */
     rmsnorm_fwd_cpu(&want);
+    a.amax = d_amax;
     rmsnorm_fwd_cuda(&a, cuda);
     gpu_fetch(cuda, f.got, d_y, f.cells * sizeof(bf16));
     gpu_fetch(cuda, f.got_inv, d_inv, (size_t)f.items * sizeof(float));
@@ -107,6 +110,9 @@ static void check_forward(const struct shape *s, bool nasty)
              (long long)s->width);
     compare_values(what, f.got, f.y, (int64_t)f.cells, DTYPE_BF16, 0x1p-7, 0);
     compare_values(what, f.got_inv, f.inv, f.items, DTYPE_F32, 1e-6, 0);
+    compare_amax(cuda, what, f.got, s->rows, s->groups * s->width, f.stride, d_amax);
+    cuda_free(d_amax);
+    a.amax = NULL;
 
     if (s->groups == 1 && s->gap == 0) { /* with a branch: the sum in place of x; the bits of the two steps */
         bf16 *sum = malloc(f.cells * sizeof(bf16)), *two_steps = malloc(f.cells * sizeof(bf16));
@@ -214,12 +220,17 @@ static void check_backward(const struct shape *s, int residual, enum dtype type,
     g.dgain = d_dgain;
     g.grad_type = type;
     g.scratch = d_scratch;
+    static const float zero;
+    g.amax = gpu_array(cuda, &zero, sizeof zero);
     rmsnorm_bwd_cpu(&a);
     rmsnorm_bwd_cuda(&g, cuda);
     gpu_fetch(cuda, f.got, d_dx, bytes);
     gpu_fetch(cuda, f.got_dgain, d_dgain, gain_bytes);
     compare_guard(cuda, d_scratch, scratch_bytes);
     compare_values(what, f.got, f.y, (int64_t)f.cells, DTYPE_BF16, 0x1p-7, 1e-5);
+    compare_amax(cuda, what, f.got, s->rows, s->groups * s->width, f.stride, g.amax);
+    cuda_free(g.amax);
+    g.amax = NULL;
     if (type == DTYPE_BF16) {
         for (int64_t c = 0; c < s->width; c++) { /* as one rounding of the FP32 sum */
             ((bf16 *)f.dgain)[c] = bf16_from_float(f.dgain[c]);

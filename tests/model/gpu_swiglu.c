@@ -26,19 +26,35 @@ static void check_swiglu(int64_t rows, int64_t ffn, bool nasty)
     void *d_out = gpu_array(cuda, NULL, bytes), *d_dgate_up = gpu_array(cuda, NULL, 2 * bytes);
     char what[64];
     snprintf(what, sizeof what, "swiglu %lld x %lld%s", (long long)rows, (long long)ffn, nasty ? ", nasty" : "");
+    static const float zero[2];
+    void *d_again = gpu_array(cuda, NULL, bytes), *d_plain = gpu_array(cuda, NULL, 2 * bytes);
+    float *d_amax = gpu_array(cuda, zero, sizeof zero);
+    bf16 *again = malloc(2 * bytes);
     swiglu_fwd_cpu(gate_up, rows, ffn, out);
-    swiglu_fwd_cuda(d_gate_up, rows, ffn, d_out, cuda);
+    swiglu_fwd_cuda(d_gate_up, rows, ffn, d_out, &d_amax[0], cuda);
     gpu_fetch(cuda, got, d_out, bytes);
     compare_values(what, got, out, n, DTYPE_BF16, 0x1p-7, 1e-36);
+    compare_amax(cuda, what, got, rows, ffn, ffn, &d_amax[0]);
+    struct swiglu_bwd bwd = {.rows = rows, .ffn = ffn, .gate_up = d_gate_up, .dout = d_dout, .dgate_up = d_plain};
+    swiglu_bwd_cuda(&bwd, cuda);
+    bwd.dgate_up = d_dgate_up;
+    bwd.out = d_again;
+    bwd.amax = &d_amax[1];
+    swiglu_bwd_cuda(&bwd, cuda);
+    gpu_fetch(cuda, again, d_again, bytes);
+    compare_bits("forward's output once more", again, got, bytes, sizeof(bf16));
     swiglu_bwd_cpu(gate_up, dout, rows, ffn, dgate_up);
-    swiglu_bwd_cuda(d_gate_up, d_dout, rows, ffn, d_dgate_up, cuda);
     gpu_fetch(cuda, got, d_dgate_up, 2 * bytes);
     compare_values(what, got, dgate_up, 2 * n, DTYPE_BF16, 0x1p-7, 1e-5);
-    void *host[] = {gate_up, dout, out, got, dgate_up}, *device[] = {d_gate_up, d_dout, d_out, d_dgate_up};
-    for (int i = 0; i < 5; i++) {
+    compare_amax(cuda, what, got, rows, 2 * ffn, 2 * ffn, &d_amax[1]);
+    gpu_fetch(cuda, again, d_plain, 2 * bytes);
+    compare_bits("backward alone", again, got, 2 * bytes, sizeof(bf16));
+    void *host[] = {gate_up, dout, out, got, dgate_up, again};
+    void *device[] = {d_gate_up, d_dout, d_out, d_dgate_up, d_again, d_plain, d_amax};
+    for (size_t i = 0; i < sizeof host / sizeof *host; i++) {
         free(host[i]);
     }
-    for (int i = 0; i < 4; i++) {
+    for (size_t i = 0; i < sizeof device / sizeof *device; i++) {
         cuda_free(device[i]);
     }
 }
