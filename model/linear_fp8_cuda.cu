@@ -15,24 +15,22 @@ enum { THREADS = 256, WARPS = THREADS / 32 };
 /* 16-byte vectors that a thread has in flight. */
 enum { VECTORS = 4, AMAX_PIECE = VECTORS * THREADS };
 
-static __global__ void __launch_bounds__(THREADS) amax_kernel(const uint4 *x, int64_t vectors, float *amax)
+static __global__ void __launch_bounds__(THREADS) amax_kernel(const bf16 *x, int64_t vectors, float *amax)
 {
     uint32_t max = 0;
     for (int64_t base = (int64_t)blockIdx.x * AMAX_PIECE; base < vectors; base += (int64_t)gridDim.x * AMAX_PIECE) {
-        uint4 v[VECTORS];
+        bf16x8 v[VECTORS];
 #pragma unroll
         for (int i = 0; i < VECTORS; i++) {
             int64_t at = base + i * THREADS + threadIdx.x;
-            v[i] = at < vectors ? x[at] : make_uint4(0, 0, 0, 0);
+            v[i] = at < vectors ? bf16x8_load(x + 8 * at) : bf16x8{make_uint4(0, 0, 0, 0)};
         }
 #pragma unroll
         for (int i = 0; i < VECTORS; i++) {
-            max = magnitude_max(magnitude_max(max, v[i].x), v[i].y);
-            max = magnitude_max(magnitude_max(max, v[i].z), v[i].w);
+            max = magnitude_max8(max, v[i]);
         }
     }
-    max = max >> 16 > (max & 0xffffu) ? max >> 16 : max & 0xffffu;
-    amax_publish(max << 16, amax);
+    amax_publish(magnitude_of(max), amax);
 }
 
 void linear_amax_cuda(const bf16 *x, int64_t n, float *amax, const struct cuda *on)
@@ -41,7 +39,7 @@ void linear_amax_cuda(const bf16 *x, int64_t n, float *amax, const struct cuda *
     const unsigned int pieces = cuda_blocks(n / 8, AMAX_PIECE), most = 8 * (unsigned int)on->multiprocessors;
     const unsigned int blocks = pieces < most ? pieces : most;
     cuda_zero(on, amax, sizeof *amax);
-    amax_kernel<<<blocks, THREADS, 0, on->stream>>>((const uint4 *)x, n / 8, amax);
+    amax_kernel<<<blocks, THREADS, 0, on->stream>>>(x, n / 8, amax);
     cuda_launched(on, "linear amax");
 }
 

@@ -83,11 +83,9 @@ __device__ __forceinline__ void round_four(const rounding &r, const block_scale 
     x[3] = round_one(r, x[3], s[3], words.w);
 }
 
-__device__ __forceinline__ float magnitude_of(bf16x8 x)
+__device__ __forceinline__ float largest_of(bf16x8 x)
 {
-    uint32_t max = magnitude_max(magnitude_max(x.words.x & 0x7fff7fffu, x.words.y), x.words.z);
-    max = magnitude_max(max, x.words.w);
-    return bf16_value((bf16)(max >> 16 > (max & 0xffffu) ? max >> 16 : max & 0xffffu));
+    return __uint_as_float(magnitude_of(magnitude_max8(0, x)));
 }
 
 __device__ __forceinline__ bf16x8 all_nan(void)
@@ -105,7 +103,7 @@ static __global__ void __launch_bounds__(THREADS) rows_kernel(struct linear_valu
         const int64_t at = base + threadIdx.x;
         const bool mine = at < vectors;
         bf16x8 x = mine ? bf16x8_load(a.x + 8 * at) : bf16x8{make_uint4(0, 0, 0, 0)};
-        float v[8], block = magnitude_of(x);
+        float v[8], block = largest_of(x);
         block = fmaxf(block, __shfl_xor_sync(0xffffffffu, block, 1));
         block_scale s = block_scale_of(block, g);
         const block_scale same[4] = {s, s, s, s};
@@ -157,7 +155,7 @@ static __global__ void __launch_bounds__(THREADS) tiles_kernel(struct linear_val
 #pragma unroll
     for (int i = 0; i < STRIP_STEPS; i++) {
         x[i] = mine ? bf16x8_load(a.x + (row + i * STRIP_ROWS) * a.cols + col) : bf16x8{make_uint4(0, 0, 0, 0)};
-        tile = fmaxf(tile, magnitude_of(x[i]));
+        tile = fmaxf(tile, largest_of(x[i]));
     }
     tile = fmaxf(tile, __shfl_xor_sync(0xffffffffu, tile, 1));
     tile = fmaxf(tile, __shfl_xor_sync(0xffffffffu, tile, 8));

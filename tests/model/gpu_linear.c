@@ -402,8 +402,10 @@ static void *dw_before(const struct problem *p, enum dtype type, size_t *bytes)
     return codes;
 }
 
-/* known: the amax of x and dy is given, as a kernel before could have found it. */
-static void run_on_gpu(const struct problem *p, enum dtype grad_type, bool accumulate, bool known, struct results *r)
+/* known: the amax of x and dy is given, as a kernel before could have found it. apart: dw and dx come from a call each.
+ */
+static void run_on_gpu(const struct problem *p, enum dtype grad_type, bool accumulate, bool known, bool apart,
+                       struct results *r)
 {
     const struct shape *s = &p->s;
     const size_t x_bytes = (size_t)(s->rows * s->in) * 2, y_bytes = (size_t)(s->rows * s->out) * 2;
@@ -440,6 +442,12 @@ static void run_on_gpu(const struct problem *p, enum dtype grad_type, bool accum
         &(struct linear_fwd){
             .linear = &linear, .rows = s->rows, .x = x, .y = y, .scratch = scratch, .x_amax = b.x_amax},
         cuda);
+    if (apart) {
+        b.dx = NULL;
+        linear_bwd_cuda(&b, cuda);
+        b.dx = dx;
+        b.dw = NULL;
+    }
     linear_bwd_cuda(&b, cuda);
     gpu_fetch(cuda, r->y, y, y_bytes);
     gpu_fetch(cuda, r->dx, dx, x_bytes);
@@ -541,8 +549,8 @@ static bool check(enum linear_format format, struct shape s, int x_kind, enum dt
     struct problem p = problem_make(format, s, x_kind);
     struct results want = results_make(&s), got = results_make(&s), again = results_make(&s);
     run_on_cpu(&p, accumulate, &want);
-    run_on_gpu(&p, grad_type, accumulate, false, &got);
-    run_on_gpu(&p, grad_type, accumulate, true, &again);
+    run_on_gpu(&p, grad_type, accumulate, false, false, &got);
+    run_on_gpu(&p, grad_type, accumulate, true, true, &again);
     const struct errors e = compare(&p, &got, grad_type, accumulate, &want);
     const bool same = same_results(&s, &got, &again, grad_type);
     const bool good = e.y <= 1 && e.dx <= 1 && e.dw <= 1 && same;
