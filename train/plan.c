@@ -161,7 +161,7 @@ static void print_memory(FILE *out, const struct config *config, const struct ar
     }
     print_bytes(out, "total", need);
     if (reserve > 0) {
-        fprintf(out, "  device: %s, %.2f GiB without %.0f GiB for the runtime and its libraries: ", device->name,
+        fprintf(out, "  device: %s, %.2f GiB without %.1f GiB for the runtime and its libraries: ", device->name,
                 have / 0x1p30, (double)reserve / 0x1p30);
     } else {
         fprintf(out, "  device: %s, %d threads, %.2f GiB: ", device->name, device->threads, have / 0x1p30);

@@ -16,7 +16,7 @@ void plan_advice(const struct config *config, const struct device *device, char 
 
 /* Bytes of a GPU that a run leaves alone: kernels are loaded when they first run, and the runtime and the libraries
  * take memory of their own. */
-#define DEVICE_RESERVE (INT64_C(1) << 30)
+#define DEVICE_RESERVE (INT64_C(1) << 29)
 
 /* --dry-run: prints the plan to `out` (rank 0). What does not fit is said there; it is no error of a dry run. */
 MUST_CHECK enum status plan_print(const struct config *config, struct comm *comm, const struct device *device,

@@ -95,6 +95,46 @@ static void test_every_route_follows_the_cpu(void **state)
     assert_int_equal(failed, 0);
 }
 
+/* Heads of 128, which have kernels of their own where the GPU is a Hopper: the variant that is preferred against the
+ * plain one, with the same measure of what a recipe magnifies. */
+static void test_preferred_attention_follows_the_plain_one(void **state)
+{
+    static const char *const runs[][2] = {{"plain", "--attention.variant=cuda --optim.lr=2e-3"},
+                                          {"nearly", "--attention.variant=cuda --optim.lr=2.00002e-3"},
+                                          {"auto", "--attention.variant=auto --optim.lr=2e-3"},
+                                          {"unordered", "--run.deterministic=off --optim.lr=2e-3"}};
+    struct program *p = *state;
+    int failed = 0;
+    for (int r = 0; r < 4; r++) {
+        EXITS(0, p,
+              program_train(p, 1,
+                            GPU
+                            "--run.mode=study '--study.arms=configs/arms/*.toml' --run.steps=%d --run.out={}/wide_%s "
+                            "--model.width=256 --model.head_dim=128 --data.seq_len=192 --eval.every=0 --data.val= %s",
+                            UPDATES, runs[r][0], runs[r][1]));
+    }
+    for (int r = 2; r < 4; r++) {
+        for (int a = 0; a < ARMS; a++) {
+            char plain[128], near[128], other[128];
+            snprintf(plain, sizeof plain, "wide_plain/%s/seed_1", arms[a]);
+            snprintf(near, sizeof near, "wide_nearly/%s/seed_1", arms[a]);
+            snprintf(other, sizeof other, "wide_%s/%s/seed_1", runs[r][0], arms[a]);
+            double start = difference(p, plain, other, "loss", 1, 1),
+                   all = difference(p, plain, other, "loss", 1, UPDATES),
+                   own = difference(p, plain, near, "loss", 1, UPDATES),
+                   norm = difference(p, plain, other, "grad_norm", 1, 1) / metrics_value(p, plain, 1, "grad_norm"),
+                   leak = difference(p, plain, other, "row_leak", 1, 1);
+            bool wrong = !(start < 1e-3) || !(norm < 1e-2) || !(leak < 1e-2) || !(all < 1e-2 + 5 * own);
+            failed += wrong;
+            print_message("%-9s %-18s loss: first %.2e, all %.2e (own %.2e); first norm %.2e, row leak %.2e%s\n",
+                          runs[r][0], arms[a], start, all, own, norm, leak, wrong ? "  WRONG" : "");
+            EXITS(0, p, program_shell(p, "grep -ho 'attention [a-z0-9_]*' {}/%s/log.txt", other));
+            print_message("    %s", p->output);
+        }
+    }
+    assert_int_equal(failed, 0);
+}
+
 static void test_every_optimizer_mode_follows_the_cpu(void **state)
 {
     static const char *const modes[] = {
@@ -147,6 +187,58 @@ static void test_resumed_run_is_the_straight_run(void **state)
     EXITS(0, p, program_train(p, 1, "--device.kind=cuda --run.out={}/cut %s", plain));
     program_expect(p, "update 11 of 20 is next");
     assert_same_end(p, "straight", "cut");
+}
+
+/* Byte for byte, at any size; `part`: the first 1 / part of the file. */
+static void assert_same_bytes(struct program *p, const char *a, const char *b, const char *file, int part)
+{
+    EXITS(0, p,
+          program_shell(p, "cd {} && cmp -n $(($(stat -c %%s %s/%s) / %d)) %s/%s %s/%s", a, file, part, a, file, b,
+                        file));
+}
+
+/* Tensors of several pieces of the staging buffer. With a learning rate of 0 an update changes no weight: the initial
+ * ones, and the FP32 masters (a third of the optimizer's file, before the moments), are the CPU's bits, also after a
+ * way through the GPU and a checkpoint. */
+static void test_initial_weights_are_the_cpus(void **state)
+{
+    static const char large[] = "--model.vocab=128256 --model.width=128 --data.batch=1 --eval.every=0 --data.val=";
+    static const char weights[] = "model.safetensors", optimizer[] = "train_state/optimizer.safetensors";
+    struct program *p = *state;
+    EXITS(0, p, program_train(p, 1, "--device.kind=cpu --run.out={}/w_cpu --run.steps=1 --optim.lr=0 %s", large));
+    EXITS(0, p, program_train(p, 1, "--device.kind=cuda --run.out={}/w_cuda --run.steps=1 --optim.lr=0 %s", large));
+    EXITS(0, p,
+          program_train(p, 1,
+                        "--device.kind=cuda --run.out={}/w_back --run.steps=2 --optim.lr=0 %s "
+                        "--checkpoint.resume={}/w_cpu/checkpoints/step_00000001",
+                        large));
+    EXITS(0, p,
+          program_shell(p,
+                        "cd {} && ln -s w_cpu/checkpoints/step_00000001 c && ln -s w_cuda/checkpoints/step_00000001 g "
+                        "&& ln -s w_back/checkpoints/step_00000002 b"));
+    assert_same_bytes(p, "c", "g", weights, 1);
+    assert_same_bytes(p, "c", "g", optimizer, 3);
+    assert_same_bytes(p, "c", "b", weights, 1);
+    assert_same_bytes(p, "c", "b", optimizer, 3);
+}
+
+/* As the resume above, moments included, where tensors are large. */
+static void test_large_tensors_resume(void **state)
+{
+    static const char run[] = "--run.steps=4 --checkpoint.every=2 --optim.moments=bf16 --model.vocab=128256 "
+                              "--model.width=128 --data.batch=1 --eval.every=0 --data.val=";
+    struct program *p = *state;
+    EXITS(0, p, program_train(p, 1, GPU "--run.out={}/l_straight %s", run));
+    EXITS(0, p,
+          program_train(p, 1,
+                        "--device.kind=cuda --run.out={}/l_cut --checkpoint.resume={}/l_straight/checkpoints/"
+                        "step_00000002 %s",
+                        run));
+    EXITS(0, p,
+          program_shell(p, "cd {} && ln -s l_straight/checkpoints/step_00000004 s && ln -s "
+                           "l_cut/checkpoints/step_00000004 t"));
+    assert_same_bytes(p, "s", "t", "model.safetensors", 1);
+    assert_same_bytes(p, "s", "t", "train_state/optimizer.safetensors", 1);
 }
 
 /* ---- what changes bits only ---- */
@@ -245,17 +337,24 @@ static void test_step_time_needs_no_data(void **state)
     program_expect(p, "see --dry-run; try data.micro_batch = 1");
 }
 
-int main(void)
+/* An argument chooses tests by pattern: gpu_train '*resume*'. */
+int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_every_route_follows_the_cpu),
+        cmocka_unit_test(test_preferred_attention_follows_the_plain_one),
         cmocka_unit_test(test_every_optimizer_mode_follows_the_cpu),
         cmocka_unit_test(test_what_changes_no_bit),
         cmocka_unit_test(test_resumed_run_is_the_straight_run),
+        cmocka_unit_test(test_initial_weights_are_the_cpus),
+        cmocka_unit_test(test_large_tensors_resume),
         cmocka_unit_test(test_checkpoints_move_between_devices),
         cmocka_unit_test(test_micro_batches_follow_each_other),
         cmocka_unit_test(test_numbers_that_are_not_finite),
         cmocka_unit_test(test_step_time_needs_no_data),
     };
+    if (argc > 1) {
+        cmocka_set_test_filter(argv[1]);
+    }
     return cmocka_run_group_tests(tests, program_setup, program_teardown);
 }
