@@ -31,8 +31,8 @@ static __global__ void __launch_bounds__(256)
     for (int i = 0; i < BWD_TILE / 4 / 256; i++) {
         dq[i * 256 + threadIdx.x] = make_float4(0, 0, 0, 0);
     }
-    if (threadIdx.x < 2 && p.turns != NULL) {
-        p.turns[at * 2 + threadIdx.x] = 0;
+    if (threadIdx.x == 0) {
+        p.turns[at] = 0;
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -71,8 +71,8 @@ static __global__ void __launch_bounds__(256) finish_kernel(struct bwd8_plan pla
     }
 #pragma unroll
     for (int i = 0; i < BWD_TILE / 4 / 256; i++) {
-        const int n = i * 256 + threadIdx.x, t = n & 127, column = (n >> 7) * 8 + 2 * (t & 3);
-        const int row = 16 * (t >> 5) + ((t >> 2) & 7);
+        const int n = i * 256 + threadIdx.x, lane = n & 31, j = (n >> 5) & 7, warp = (n >> 8) & 3;
+        const int row = 16 * warp + (lane >> 2), column = (n >> 10) * 64 + 8 * j + 2 * (lane & 3);
         float4 v = x[n];
         *reinterpret_cast<uint32_t *>(&rows[row][column]) = pack_bf16(v.x * factor, v.y * factor);
         *reinterpret_cast<uint32_t *>(&rows[row + 8][column]) = pack_bf16(v.z * factor, v.w * factor);
@@ -101,7 +101,8 @@ enum {
     AT_DO = AT_Q + BWD_STAGES * ROWS_Q,
     AT_DS =
         AT_DO + BWD_STAGES * ROWS_Q, /* two buffers of 64 queries x 128 keys, a panel of 64 keys for each warpgroup */
-    AT_STATS = AT_DS + BWD_DS_BUFFERS * DS_BYTES,
+    AT_STAGING = AT_DS + BWD_DS_BUFFERS * DS_BYTES,
+    AT_STATS = AT_STAGING + BULK * 8 * BWD_STAGING,
     AT_BARRIERS = AT_STATS + BWD_STAGES * BWD_STATISTICS * 4,
     SHARED_BYTES = AT_BARRIERS + BARRIERS * 8 + 1024, /* 1024: to align the base */
 };
@@ -280,7 +281,7 @@ static __device__ __forceinline__ void compute(const struct bwd_plan &p, const s
             mbarrier_arrive(barrier_at(s, EMPTY + stage));
         }
         if (i > 0) {
-            add_dq<ORDERED>(p, s, at, wg, i - 1, y);
+            add_dq<ORDERED>(p, s, at, wg, i - 1, y, AT_STAGING);
         }
         at = w.at;
         walk_next(p, u, w);
@@ -290,7 +291,8 @@ static __device__ __forceinline__ void compute(const struct bwd_plan &p, const s
     product_dq(y, operand_k_major(s.base + AT_DS + (n - 1) % BWD_DS_BUFFERS * DS_BYTES), k_half);
     wgmma_wait<0>();
     wgmma_pin(y);
-    add_dq<ORDERED>(p, s, at, wg, n - 1, y);
+    add_dq<ORDERED>(p, s, at, wg, n - 1, y, AT_STAGING);
+    add_dq_close<ORDERED>(s);
     wgmma_pin(x);
     wgmma_pin(dk);
     wgmma_pin(dv);
@@ -313,8 +315,10 @@ static __global__ void __launch_bounds__(BWD_THREADS, 1)
         registers_lower<24>();
         if (threadIdx.x == 0) {
             load(p, u, maps, s, ORDERED);
-        } else if (ORDERED && (threadIdx.x == 32 || threadIdx.x == 64)) {
-            order_sums(p, u, s, threadIdx.x / 32 - 1);
+        } else if (ORDERED && threadIdx.x == 32) {
+            turns_wait(p, u, s);
+        } else if (ORDERED && threadIdx.x == 64) {
+            turns_pass(p, u, s);
         }
     } else {
         registers_raise<240>();
@@ -341,7 +345,7 @@ static struct bwd_plan plan_of(const struct attention_shape *shape, void *scratc
     p.dq = (float *)scratch;
     p.stats = p.dq + tiles * BWD_TILE;
     p.turns = (uint32_t *)(p.stats + tiles * BWD_STATISTICS);
-    *bytes = ((size_t)tiles * (BWD_TILE + BWD_STATISTICS + 2) * 4 + 255) / 256 * 256;
+    *bytes = ((size_t)tiles * (BWD_TILE + BWD_STATISTICS + 1) * 4 + 255) / 256 * 256;
     return p;
 }
 

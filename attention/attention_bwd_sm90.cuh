@@ -2,11 +2,15 @@
  *
  * Unit of work: 128 keys of one kv head. It walks over 64-query tiles of each query head of its group; dK and dV stay
  * in registers. dQ of a tile is added up in global memory, FP32, in the order in which accumulators lie in registers:
- * tile (b, h, t) holds two halves of 64 features; float4 number (half * 8 + j) * 128 + thread is d[4 j .. 4 j + 3] of
- * that thread (attention/sm90.cuh). */
+ * tile (b, h, t) holds two halves of 64 features; float4 number ((half * 4 + warp) * 8 + j) * 32 + lane is
+ * d[4 j .. 4 j + 3] of that thread (attention/sm90.cuh). */
 #pragma once
 
 #include "attention/sm90.cuh"
+
+#ifndef BULK
+#define BULK 1
+#endif
 
 enum {
     BWD_KEYS = 128,   /* of a unit of work */
@@ -28,7 +32,7 @@ struct bwd_plan {
     float c, scale;  /* base-2 score of q.k; softmax_scale */
     float *dq;       /* (B, H, tiles, BWD_TILE) */
     float *stats;    /* (B, H, tiles, BWD_STATISTICS) */
-    uint32_t *turns; /* (B, H, tiles, 2): ordered sums: blocks that have added their part */
+    uint32_t *turns; /* (B, H, tiles): ordered sums: blocks that have added their part */
     struct head_view dk, dv;
 };
 
@@ -94,7 +98,7 @@ static __device__ __forceinline__ int walk_length(const struct bwd_plan &p, cons
  * other. A warpgroup that writes tile i has seen the other's tile i - 2, which the other wrote when done with the
  * product of tile i - 4: hence four buffers. */
 enum {
-    BWD_STAGES = 3, /* tiles of queries in shared memory */
+    BWD_STAGES = BULK ? 2 : 3, /* tiles of queries in shared memory */
     BWD_DS_BUFFERS = 4,
 };
 
@@ -103,16 +107,17 @@ struct shared {
     char *memory;            /* the same place as base */
 };
 
-/* A stage is loaded, is free again; a buffer of dS is written; keys are loaded; ordered sums: a warpgroup may add, has
- * added. */
+/* A stage is loaded, is free again; a buffer of dS is written; keys are loaded; ordered sums: the warpgroups may add,
+ * add, have added. */
 enum {
     FULL = 0,
     EMPTY = BWD_STAGES,
     DS_FULL = 2 * BWD_STAGES,
     KEYS = DS_FULL + BWD_DS_BUFFERS,
     MAY_ADD,
-    HAS_ADDED = MAY_ADD + 2,
-    BARRIERS = HAS_ADDED + 2
+    ADDS,
+    HAS_ADDED,
+    BARRIERS
 };
 
 static __device__ __forceinline__ uint32_t barrier_at(const struct shared &s, int number)
@@ -134,10 +139,9 @@ static __device__ __forceinline__ struct shared shared_open(char *raw, int at)
             mbarrier_init(barrier_at(s, DS_FULL + i), 8);
         }
         mbarrier_init(barrier_at(s, KEYS), 1);
-        for (int wg = 0; wg < 2; wg++) {
-            mbarrier_init(barrier_at(s, MAY_ADD + wg), 1);
-            mbarrier_init(barrier_at(s, HAS_ADDED + wg), 4);
-        }
+        mbarrier_init(barrier_at(s, MAY_ADD), 1);
+        mbarrier_init(barrier_at(s, ADDS), 8);
+        mbarrier_init(barrier_at(s, HAS_ADDED), 8);
         mbarriers_ready();
     }
     __syncthreads();
@@ -179,47 +183,112 @@ static __device__ __forceinline__ void red_add(float *to, float a, float b, floa
     asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
-/* Adds this warpgroup's half of tile `at`; step: how many tiles the unit has done before. */
-template <bool ORDERED>
-static __device__ __forceinline__ void add_dq(const struct bwd_plan &p, const struct shared &s, int at, int wg,
-                                              int step, const float (&x)[32])
+enum { BWD_STAGING = 4096 }; /* bytes of one warp's part of a tile of dQ */
+
+/* This warp's sums of the tile before are in memory. */
+static __device__ __forceinline__ void dq_added(const struct shared &s)
 {
-    float *to = p.dq + (int64_t)at * BWD_TILE + wg * (BWD_TILE / 2) + (threadIdx.x & 127) * 4;
-    if (ORDERED) {
-        mbarrier_wait(barrier_at(s, MAY_ADD + wg), step & 1);
-    }
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-        red_add(to + j * 512, x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
-    }
-    if (ORDERED) {
-        __syncwarp();
-        if ((threadIdx.x & 31) == 0) {
-            mbarrier_arrive(barrier_at(s, HAS_ADDED + wg));
-        }
+    if ((threadIdx.x & 31) == 0) {
+        tma_store_wait<0>();
+        asm volatile("fence.proxy.async.global;" ::: "memory"); /* what was done by bulk copies is ours now */
+        mbarrier_arrive(barrier_at(s, HAS_ADDED));
     }
 }
 
-/* Ordered sums, one lane beside each computing warpgroup: waits for the blocks that come before (the last block is the
- * first to add to a tile), lets the warpgroup add, passes the turn on. The fence is cumulative: it covers what the
- * warpgroup did before it arrived. */
-static __device__ __forceinline__ void order_sums(const struct bwd_plan &p, const struct unit &u,
-                                                  const struct shared &s, int wg)
+/* Adds this warp's part of tile `at`; step: how many tiles the unit has done before; staging: of all warps. */
+template <bool ORDERED>
+static __device__ __forceinline__ void add_dq(const struct bwd_plan &p, const struct shared &s, int at, int wg,
+                                              int step, const float (&x)[32], int staging)
+{
+    const int lane = threadIdx.x & 31, warp = wg * 4 + ((threadIdx.x >> 5) & 3);
+    float *to = p.dq + (int64_t)at * BWD_TILE + warp * (BWD_STAGING / 4);
+#if BULK
+    const int own = staging + warp * BWD_STAGING;
+    if (ORDERED && step > 0) {
+        dq_added(s);
+    } else if (!ORDERED && lane == 0) {
+        tma_store_wait_read<0>();
+    }
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        *reinterpret_cast<float4 *>(s.memory + own + (j * 32 + lane) * 16) =
+            make_float4(x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
+    }
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) {
+        if (ORDERED) {
+            mbarrier_wait(barrier_at(s, MAY_ADD), step & 1);
+        }
+        bulk_add_f32(to, s.base + own, BWD_STAGING);
+        tma_store_commit();
+        if (ORDERED) {
+            mbarrier_arrive(barrier_at(s, ADDS));
+        }
+    }
+#else
+    (void)staging;
+    if (ORDERED) {
+        mbarrier_wait(barrier_at(s, MAY_ADD), step & 1);
+    }
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        red_add(to + (j * 32 + lane) * 4, x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
+    }
+    if (ORDERED) {
+        __syncwarp();
+        if (lane == 0) {
+            mbarrier_arrive(barrier_at(s, ADDS));
+            mbarrier_arrive(barrier_at(s, HAS_ADDED));
+        }
+    }
+#endif
+}
+
+/* After the last tile; staging is free afterwards. */
+template <bool ORDERED> static __device__ __forceinline__ void add_dq_close(const struct shared &s)
+{
+#if BULK
+    if (ORDERED) {
+        dq_added(s);
+    } else if ((threadIdx.x & 31) == 0) {
+        tma_store_wait_read<0>();
+    }
+#endif
+}
+
+/* Ordered sums, two lanes beside the computing warpgroups. The last block of keys is the first to add to a tile; the
+ * waiting lane lets the warpgroups add once the blocks before have, the passing lane hands the turn on. Its release is
+ * cumulative: it covers what the warpgroups did before they arrived. Two lanes, because a release takes about as long
+ * as the work on a tile. */
+static __device__ __forceinline__ void turns_wait(const struct bwd_plan &p, const struct unit &u,
+                                                  const struct shared &s)
 {
     struct walk w = walk_start(p, u, true);
     const int n = walk_length(p, u);
 #pragma unroll 1 /* few registers here */
     for (int i = 0; i < n; i++) {
-        uint32_t *turn = p.turns + (int64_t)w.at * 2 + wg;
         const uint32_t before = (p.causal ? w.tile / (BWD_KEYS / BWD_QUERIES) : p.blocks - 1) - u.block;
         uint32_t now;
         do {
-            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(p.turns + w.at) : "memory");
         } while (now != before);
-        mbarrier_arrive(barrier_at(s, MAY_ADD + wg));
-        mbarrier_wait(barrier_at(s, HAS_ADDED + wg), i & 1);
-        __threadfence();
-        asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(turn) : "memory");
+        mbarrier_arrive(barrier_at(s, MAY_ADD));
+        mbarrier_wait(barrier_at(s, ADDS), i & 1);
+        walk_next(p, u, w);
+    }
+}
+
+static __device__ __forceinline__ void turns_pass(const struct bwd_plan &p, const struct unit &u,
+                                                  const struct shared &s)
+{
+    struct walk w = walk_start(p, u, true);
+    const int n = walk_length(p, u);
+#pragma unroll 1
+    for (int i = 0; i < n; i++) {
+        mbarrier_wait(barrier_at(s, HAS_ADDED), i & 1);
+        asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p.turns + w.at) : "memory");
         walk_next(p, u, w);
     }
 }

@@ -19,7 +19,8 @@ enum {
     AT_Q = AT_K8 + BWD8_KEYS / 2,
     AT_QUERIES = AT_Q + BWD_STAGES * ROWS_Q,        /* dO row, dO col, Q col */
     AT_DS = AT_QUERIES + BWD_STAGES * BWD8_QUERIES, /* 64 queries x 128 keys */
-    AT_STATS = AT_DS + BWD_DS_BUFFERS * DS_BYTES,
+    AT_STAGING = AT_DS + BWD_DS_BUFFERS * DS_BYTES,
+    AT_STATS = AT_STAGING + BULK * 8 * BWD_STAGING,
     AT_EXPONENTS = AT_STATS + BWD_STAGES * BWD_STATISTICS * 4, /* of MXFP4: two buffers of 128 bytes a warp */
     AT_BARRIERS = AT_EXPONENTS + 2 * 1024,
     SHARED_BYTES = AT_BARRIERS + BARRIERS * 8 + 1024,
@@ -363,7 +364,7 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
             mbarrier_arrive(barrier_at(s, EMPTY + stage));
         }
         if (i > 0) {
-            add_dq<ORDERED>(p.b, s, at, wg, i - 1, y);
+            add_dq<ORDERED>(p.b, s, at, wg, i - 1, y, AT_STAGING);
         }
         at = w.at;
         walk_next(p.b, u, w);
@@ -373,7 +374,8 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
     product_dq(y, operand_k_major(s.base + AT_DS + (n - 1) % BWD_DS_BUFFERS * DS_BYTES), k_half);
     wgmma_wait<0>();
     wgmma_pin(y);
-    add_dq<ORDERED>(p.b, s, at, wg, n - 1, y);
+    add_dq<ORDERED>(p.b, s, at, wg, n - 1, y, AT_STAGING);
+    add_dq_close<ORDERED>(s);
     wgmma_pin(x);
     wgmma_pin(dk);
     wgmma_pin(dv);
@@ -397,8 +399,10 @@ static __global__ void __launch_bounds__(BWD_THREADS, 1)
         registers_lower<24>();
         if (threadIdx.x == 0) {
             load<QK8>(p, u, maps, s, ORDERED);
-        } else if (ORDERED && (threadIdx.x == 32 || threadIdx.x == 64)) {
-            order_sums(p.b, u, s, threadIdx.x / 32 - 1);
+        } else if (ORDERED && threadIdx.x == 32) {
+            turns_wait(p.b, u, s);
+        } else if (ORDERED && threadIdx.x == 64) {
+            turns_pass(p.b, u, s);
         }
     } else {
         registers_raise<240>();

@@ -35,7 +35,6 @@ struct bwd_rules {
     bool value_e4m3;  /* V = E4M3(4 v); else v is represented already */
     bool score_e4m3;  /* qk = nvfp4_e4m3: scores are an FP8 product too */
     float value_unit; /* v holds that many times V */
-    float p_unit;     /* codes of P likewise */
 };
 
 struct bwd8_plan {
@@ -73,6 +72,8 @@ static __device__ __forceinline__ struct bwd_lifts lifts_of(const struct bwd8_pl
     l.q = p.rules.view_fixed ? 4.0f : lift_for(__uint_as_float(f.q), 448.0f);
     l.k = p.rules.view_fixed ? 4.0f : lift_for(__uint_as_float(f.k), 448.0f);
     l.v = p.rules.value_e4m3 && !(v > 112.0f && v < INFINITY) ? 4.0f : lift_for(v, 448.0f);
+    l.score_q = lift_for(__uint_as_float(f.score_q), 448.0f);
+    l.score_k = lift_for(__uint_as_float(f.score_k), 448.0f);
     const float bound =
         2.0f * sqrtf(__uint_as_float(f.dout_square)) * (sqrtf(__uint_as_float(f.v_square)) / p.rules.value_unit);
     l.ds = p.rules.ds_fixed ? 256.0f * p.b.scale
