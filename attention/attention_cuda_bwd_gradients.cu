@@ -21,9 +21,11 @@ template <int D> struct gradients_shared {
     bf16 k[KEYS * D], v[KEYS * D], k_view[KEYS * D];
     bf16 q[2][ROWS * D], dout[2][ROWS * D], q_view[2][ROWS * D];
     bf16 p[ROWS * KEYS], ds[ROWS * KEYS];
+    float reference[2][ROWS], stat[2][ROWS];
+    uint64_t free; /* barrier: warps that have read P, dS and the rows of a step */
 };
 
-/* One step's tiles of query rows. The view of Q is not loaded where it is the score operand itself. */
+/* One step's tiles of query rows, and what rows carry. The view of Q is not loaded where it is the score operand. */
 template <int D>
 __device__ __forceinline__ void load_rows(const struct bwd_args &a, struct gradients_shared<D> *s, int stage,
                                           int64_t batch, int64_t head, int64_t row)
@@ -36,6 +38,23 @@ __device__ __forceinline__ void load_rows(const struct bwd_args &a, struct gradi
         tile_load<ROWS, D, THREADS>(shared_address(s->q_view[stage]), bwd_head(a.q_view, batch, head),
                                     a.q_view.token_stride, row, a.tokens, a.head_dim);
     }
+    if (threadIdx.x < ROWS) {
+        const int i = (int)threadIdx.x;
+        const int64_t at = (batch * a.heads + head) * a.tokens + row + i;
+        if (row + i < a.tokens) {
+            copy4_async(shared_address(&s->reference[stage][i]), a.reference + at);
+            copy4_async(shared_address(&s->stat[stage][i]), a.stat + at);
+        } else { /* past the end P is zero */
+            s->reference[stage][i] = CUDART_INF_F;
+            s->stat[stage][i] = 0.0f;
+        }
+    }
+}
+
+__device__ __forceinline__ struct bwd_rows rows_of(const float *shared, int row0)
+{
+    const int g = (threadIdx.x & 31) >> 2;
+    return {shared[row0 + g], shared[row0 + 8 + g], shared[row0 + 16 + g], shared[row0 + 24 + g]};
 }
 
 /* A pair of neighbouring keys of one row, as BF16, into a (64, 128) tile. */
@@ -230,14 +249,22 @@ template <int D> __device__ __forceinline__ void add_dq(float (*dq)[D / 32][4], 
     }
 }
 
-/* Waits until `turn` blocks of keys have added to this warp's part. */
-__device__ __forceinline__ void turn_wait(const uint32_t *turns, uint32_t turn)
+/* How many blocks of keys have added to this warp's part; only lane 0 looks. */
+__device__ __forceinline__ uint32_t turn_now(const uint32_t *turns, uint32_t otherwise)
 {
+    uint32_t now = otherwise;
     if ((threadIdx.x & 31) == 0) {
-        uint32_t now;
-        do {
-            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turns) : "memory");
-        } while (now != turn);
+        asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turns) : "memory");
+    }
+    return now;
+}
+
+/* Waits until it is `turn`, beginning with what an early look saw. What follows are sums in the L2 cache, where the
+ * ones before ours have arrived before the counter moved. */
+__device__ __forceinline__ void turn_wait(const uint32_t *turns, uint32_t turn, uint32_t now)
+{
+    while (now != turn) {
+        now = turn_now(turns, turn);
     }
     __syncwarp();
 }
@@ -335,6 +362,20 @@ __device__ __forceinline__ struct walk walk_next(struct walk w, int first, int t
     return w;
 }
 
+/* Where the parts of a warp lie. */
+struct places {
+    int row, key;       /* scores: 32 x 32 of 64 x 128 */
+    int key_out, d_out; /* dK, dV: 32 x D / 2 of 128 x D */
+    int d_query;        /* dQ: rows `row`, D / 4 of D */
+};
+
+template <int D> __device__ __forceinline__ struct places places_of(int warp)
+{
+    return {32 * (warp >> 2), 32 * (warp & 3), 32 * (warp >> 1), D / 2 * (warp & 1), D / 4 * (warp & 3)};
+}
+
+/* A step synchronises twice: all warps have read the rows, P and dS of the step before (its first writes come after the
+ * scores: barrier `free`); all have written P and dS (their own copies of the next rows are there by then, too). */
 template <int D, enum route ROUTE, bool SUMS>
 static __global__ void __launch_bounds__(THREADS, 1)
     attention_bwd_gradients_kernel(const __grid_constant__ struct bwd_args a)
@@ -343,10 +384,10 @@ static __global__ void __launch_bounds__(THREADS, 1)
     __shared__ uint32_t ticket;
     struct gradients_shared<D> *s = reinterpret_cast<struct gradients_shared<D> *>(memory);
     const int warp = threadIdx.x >> 5;
-    const int row_w = 32 * (warp >> 2), key_w = 32 * (warp & 3);                            /* place in 64 x 128 */
-    const int key_o = 32 * (warp >> 1), d_o = D / 2 * (warp & 1), d_q = D / 4 * (warp & 3); /* in 128 x D, 64 x D */
+    const struct places w = places_of<D>(warp);
     if (threadIdx.x == 0) {
         ticket = atomicAdd(a.ticket, 1u);
+        barrier_init(shared_address(&s->free), THREADS / 32);
     }
     __syncthreads();
     const int64_t unit = ticket % gridDim.x, batch = unit / a.kv_heads, kv = unit % a.kv_heads;
@@ -358,7 +399,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
     const bool own_q = a.q_view.data != a.q.data, own_k = a.k_view.data != a.k.data;
     const uint32_t k_tile = shared_address(s->k), v_tile = shared_address(s->v);
     const uint32_t p_tile = shared_address(s->p), ds_tile = shared_address(s->ds);
-    const uint32_t k_view_tile = own_k ? shared_address(s->k_view) : k_tile;
+    const uint32_t k_view_tile = own_k ? shared_address(s->k_view) : k_tile, free = shared_address(&s->free);
 
     tile_load<KEYS, D, THREADS>(k_tile, bwd_head(a.k, batch, kv), a.k.token_stride, key0, a.tokens, a.head_dim);
     tile_load<KEYS, D, THREADS>(v_tile, bwd_head(a.v, batch, kv), a.v.token_stride, key0, a.tokens, a.head_dim);
@@ -366,49 +407,56 @@ static __global__ void __launch_bounds__(THREADS, 1)
         tile_load<KEYS, D, THREADS>(k_view_tile, bwd_head(a.k_view, batch, kv), a.k_view.token_stride, key0, a.tokens,
                                     a.head_dim);
     }
-    struct walk now = {0, first}, next = now;
     load_rows<D>(a, s, 0, batch, kv * group, first);
     copies_commit();
+    copies_wait<0>();
+    __syncthreads();
 
     float dk[2][D / 16][4] = {}, dv[2][D / 16][4] = {};
     struct ds_sums sums = {};
-    for (int stage = 0; now.head < group; stage ^= 1, now = next) {
-        copies_wait<0>();
-        __syncthreads(); /* the tiles are there, and nobody reads the other stage, P or dS any more */
-        next = walk_next(now, first, a.tokens);
+    struct walk now = {0, first};
+    for (int step = 0; now.head < group; step++) {
+        const int stage = step & 1;
+        const struct walk next = walk_next(now, first, a.tokens);
+        const int64_t head = batch * a.heads + kv * group + now.head, rows = head * a.tokens;
+        const uint32_t q_tile = shared_address(s->q[stage]), dout_tile = shared_address(s->dout[stage]);
+        const struct bwd_tile t = {now.row + w.row, key0 + w.key, a.tokens, a.causal};
+        const bool empty = bwd_tile_empty(t);
+        float x[2][4][4], dp[2][4][4];
+        if (!empty) {
+            bwd_product<D>(x, q_tile, w.row, k_tile, w.key);
+        }
+        if (step > 0) {
+            barrier_wait(free, (step - 1) & 1);
+        }
         if (next.head < group) {
             load_rows<D>(a, s, stage ^ 1, batch, kv * group + next.head, next.row);
         }
         copies_commit();
-        const int64_t head = batch * a.heads + kv * group + now.head, rows = head * a.tokens;
-        const uint32_t q_tile = shared_address(s->q[stage]), dout_tile = shared_address(s->dout[stage]);
-        const struct bwd_tile t = {now.row + row_w, key0 + key_w, a.tokens, a.causal};
-        if (bwd_tile_empty(t)) {
-            clear_tile(p_tile, row_w, key_w);
-            clear_tile(ds_tile, row_w, key_w);
+        if (empty) {
+            clear_tile(p_tile, w.row, w.key);
+            clear_tile(ds_tile, w.row, w.key);
             sums.row[0] = sums.row[1] = sums.row[2] = sums.row[3] = 0.0f;
         } else {
-            float x[2][4][4], dp[2][4][4];
-            const struct bwd_rows reference = bwd_rows_load(a.reference + rows, t.row0, t.tokens, CUDART_INF_F);
-            const struct bwd_rows r = bwd_rows_load(a.stat + rows, t.row0, t.tokens, 0.0f);
-            bwd_product<D>(x, q_tile, row_w, k_tile, key_w);
-            make_p<ROUTE>(a, x, t, reference, rows, p_tile, row_w, key_w);
-            bwd_product<D>(dp, dout_tile, row_w, v_tile, key_w);
+            make_p<ROUTE>(a, x, t, rows_of(s->reference[stage], w.row), rows, p_tile, w.row, w.key);
+            bwd_product<D>(dp, dout_tile, w.row, v_tile, w.key);
             if (ROUTE != ROUTE_BF16 && a.v_diag.data != nullptr && t.row0 == t.key0) {
-                bwd_diagonal<D>(dp, a, dout_tile, row_w, bwd_head(a.v_diag, batch, kv), t.key0);
+                bwd_diagonal<D>(dp, a, dout_tile, w.row, bwd_head(a.v_diag, batch, kv), t.key0);
             }
-            make_ds<ROUTE, SUMS>(a, x, dp, r, lift, ds_tile, row_w, key_w, &sums);
+            make_ds<ROUTE, SUMS>(a, x, dp, rows_of(s->stat[stage], w.row), lift, ds_tile, w.row, w.key, &sums);
         }
+        copies_wait<0>();
         __syncthreads();
         const int64_t part = (head * tiles + now.row / ROWS) * (THREADS / 32) + warp;
         {
+            const uint32_t early = turn_now(a.turns + part, turn);
             float dq[2][D / 32][4];
-            multiply_dq<D>(dq, ds_tile, k_view_tile, row_w, d_q);
+            multiply_dq<D>(dq, ds_tile, k_view_tile, w.row, w.d_query);
             double row_sum = 0;
             if (SUMS) { /* the scores' Q, or what its view does not use, is free */
-                row_sum = gather_rows(&sums, (float4 *)(own_q ? s->q[stage] : s->q_view[stage]), row_w);
+                row_sum = gather_rows(&sums, (float4 *)(own_q ? s->q[stage] : s->q_view[stage]), w.row);
             }
-            turn_wait(a.turns + part, turn);
+            turn_wait(a.turns + part, turn, early);
             add_dq<D>(dq, reinterpret_cast<float4 *>(a.dq_sums) + part * (D / 16 * 32), turn == 0);
             const int row = now.row + (int)(threadIdx.x >> 2);
             if (SUMS && row < a.tokens) {
@@ -416,18 +464,20 @@ static __global__ void __launch_bounds__(THREADS, 1)
                 *to = turn == 0 ? row_sum : __ldcg(to) + row_sum;
             }
         }
-        accumulate<D>(dv, p_tile, dout_tile, key_o, d_o);
-        accumulate<D>(dk, ds_tile, own_q ? shared_address(s->q_view[stage]) : q_tile, key_o, d_o);
+        accumulate<D>(dv, p_tile, dout_tile, w.key_out, w.d_out);
+        accumulate<D>(dk, ds_tile, own_q ? shared_address(s->q_view[stage]) : q_tile, w.key_out, w.d_out);
+        barrier_arrive(free);
         turn_pass(a.turns + part, turn);
+        now = next;
     }
 
     __syncthreads();
     const float dk_factor = a.softmax_scale / lift;
-    stage_out<D>(dv, a.dv_factor, v_tile, key_o, d_o);
+    stage_out<D>(dv, a.dv_factor, v_tile, w.key_out, w.d_out);
     if (a.dk_sums != nullptr) {
-        store_sums<D>(dk, a.dk_sums + unit * a.tokens * a.head_dim, a, key0 + key_o, d_o);
+        store_sums<D>(dk, a.dk_sums + unit * a.tokens * a.head_dim, a, key0 + w.key_out, w.d_out);
     } else {
-        stage_out<D>(dk, dk_factor, k_tile, key_o, d_o);
+        stage_out<D>(dk, dk_factor, k_tile, w.key_out, w.d_out);
     }
     __syncthreads();
     int bad = bwd_tile_store<KEYS, D, THREADS>(v_tile, a, a.dv, batch, kv, key0);

@@ -53,6 +53,28 @@ struct extent_args {
     int offset;
 };
 
+/* Sum of 8 squares. Those of BF16 leave the range of FP32: then in FP64, which is slower. */
+static __device__ __forceinline__ double squares(const float *y, uint32_t *amax)
+{
+    uint32_t largest = 0;
+    float sum = 0.0f;
+#pragma unroll
+    for (int d = 0; d < 8; d++) {
+        largest = max(largest, __float_as_uint(fabsf(y[d])));
+        sum = __fmaf_rn(y[d], y[d], sum);
+    }
+    *amax = max(*amax, largest);
+    if (largest == 0 || (largest > __float_as_uint(0x1p-50f) && largest < __float_as_uint(0x1p60f))) {
+        return (double)sum;
+    }
+    double wide = 0;
+#pragma unroll
+    for (int d = 0; d < 8; d++) {
+        wide += (double)y[d] * (double)y[d];
+    }
+    return wide;
+}
+
 static __global__ void attention_bwd_extent_kernel(const struct extent_args a)
 {
     const int lanes = row_lanes(a.head_dim), lane = threadIdx.x % lanes;
@@ -62,15 +84,11 @@ static __global__ void attention_bwd_extent_kernel(const struct extent_args a)
     double norm2 = 0;
     for (int i = (int)threadIdx.x / lanes; i < ROWS_OF_BLOCK; i += ROW_THREADS / lanes) {
         const int row = (int)blockIdx.x * ROWS_OF_BLOCK + i;
-        double sum = 0; /* FP64: squares of BF16 leave the range of FP32 */
+        double sum = 0;
         if (row < a.tokens && lane * 8 < a.head_dim) {
             float y[8];
             bf16x8_unpack(bf16x8_load(x + (int64_t)row * a.x.token_stride + lane * 8), y);
-#pragma unroll
-            for (int d = 0; d < 8; d++) {
-                amax = max(amax, __float_as_uint(fabsf(y[d])));
-                sum += (double)y[d] * (double)y[d];
-            }
+            sum = squares(y, &amax);
         }
         sum = row_sum(sum, lanes);
         norm2 = sum > norm2 ? sum : norm2; /* NaN is passed over, as the CPU does */
@@ -195,8 +213,10 @@ void bwd_choose_lifts(const struct cuda *on, const struct bwd_prepare *p, const 
                       const struct head_view *v, float v_unit)
 {
     const struct attention_shape *s = p->shape;
-    extent(on, p, dout, s->heads, (int)offsetof(struct bwd_unit_state, dout));
-    extent(on, p, v, s->kv_heads, (int)offsetof(struct bwd_unit_state, v_main));
+    if (p->recipe->backward != BWD_BF16 || p->recipe->do_format != DO_BF16) { /* else all multipliers are 1 */
+        extent(on, p, dout, s->heads, (int)offsetof(struct bwd_unit_state, dout));
+        extent(on, p, v, s->kv_heads, (int)offsetof(struct bwd_unit_state, v_main));
+    }
     struct lift_args a = {*p->recipe, s->softmax_scale, v_unit, s->batch * s->kv_heads, p->units};
     attention_bwd_lift_kernel<<<cuda_blocks(a.units, 128), 128, 0, on->stream>>>(a);
     cuda_launched(on, "attention_bwd_lift");
@@ -233,7 +253,7 @@ static __global__ void attention_bwd_rows_kernel(const struct bwd_rows_args a)
         const float fold = a.codes ? bwd_fold(lse) : 1.0f;
         double dot = 0;
         if (mine) {
-            float x[8], y[8], o[8] = {};
+            float x[8], y[8], o[8] = {}, part = 0.0f;
             const bf16x8 raw = bf16x8_load(bwd_head(a.dout, batch, head) + row * a.dout.token_stride + lane * 8);
             bf16x8_unpack(raw, x);
             if (a.o.data != nullptr) {
@@ -242,10 +262,11 @@ static __global__ void attention_bwd_rows_kernel(const struct bwd_rows_args a)
 #pragma unroll
             for (int d = 0; d < 8; d++) {
                 y[d] = decode_dout(a.do_format, x[d] * fold, m);
-                dot += (double)o[d] * (double)(a.stat_raw ? x[d] : y[d]);
+                part = __fmaf_rn(o[d], a.stat_raw ? x[d] : y[d], part);
                 count += x[d] != 0.0f;
                 flushed += x[d] != 0.0f && y[d] == 0.0f;
             }
+            dot = (double)part;
             bad += bwd_non_finite(raw);
             if (a.decoded != nullptr) {
                 bf16x8_store(a.decoded + at * a.head_dim + lane * 8, bf16x8_pack(y));

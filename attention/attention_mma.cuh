@@ -93,6 +93,11 @@ __device__ __forceinline__ void copy16_async(uint32_t to, const void *from, bool
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
+__device__ __forceinline__ void copy4_async(uint32_t to, const void *from)
+{
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
 __device__ __forceinline__ void copies_commit(void)
 {
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -119,4 +124,34 @@ __device__ __forceinline__ void tile_load(uint32_t tile, const bf16 *x, int64_t 
         const bf16 *from = x + (valid ? (first + row) * stride + chunk * 8 : 0);
         copy16_async(tile_chunk<W>(tile, row, chunk * 8), from, valid);
     }
+}
+
+/* A barrier in shared memory where arriving and waiting are apart (PTX ISA, "mbarrier"): `warps` warps arrive, then its
+ * phase is over; phases count from 0. One thread makes it, before a barrier of the block. */
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int warps)
+{
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(warps) : "memory");
+}
+
+/* The whole warp arrives: what its lanes read and wrote before is done. */
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier)
+{
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) {
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+    }
+}
+
+/* Waits for the end of a phase of this parity, the one under way or the one before. */
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity)
+{
+    uint32_t over;
+    do {
+        asm volatile("{\n\t.reg .pred p;\n\t"
+                     "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
+                     "selp.u32 %0, 1, 0, p;\n\t}"
+                     : "=r"(over)
+                     : "r"(barrier), "r"(parity)
+                     : "memory");
+    } while (over == 0);
 }
