@@ -77,9 +77,11 @@ static inline void compare_amax(const struct cuda *cuda, const char *what, const
                                 int64_t stride, const float *amax)
 {
     uint32_t want = 0, got;
-    for (int64_t i = 0; i < rows * width; i++) {
-        uint32_t bits = (uint32_t)(x[i / width * stride + i % width] & 0x7fff) << 16;
-        want = bits > want ? bits : want;
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t c = 0; c < width; c++) {
+            uint32_t bits = (uint32_t)(x[r * stride + c] & 0x7fff) << 16;
+            want = bits > want ? bits : want;
+        }
     }
     cuda_download(cuda, &got, amax, sizeof got);
     assert_int_equal(cuda_sync(cuda, what), OK);
