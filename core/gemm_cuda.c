@@ -237,7 +237,8 @@ enum status gemm_cuda_plan(const struct cuda *cuda, const struct gemm_cuda *g)
         return OK;
     }
     int count = gemm_choice_propose(cuda->gemm, c, results), best = 0;
-    ASSERT(count > 0 && set_scales(&cuda->gemm->lt, c, g) == CUBLAS_STATUS_SUCCESS);
+    cublasStatus_t scales = set_scales(&cuda->gemm->lt, c, g);
+    ASSERT(count > 0 && scales == CUBLAS_STATUS_SUCCESS);
     TRY(time_candidates(cuda, c, results, count, g, ms));
     /* An earlier proposal stays unless a later one is clearly faster: choices then rarely hang on noise. */
     for (int i = 1; i < count; i++) {
