@@ -1,6 +1,10 @@
 /* attention: the forward with coded probabilities on Hopper: scores from BF16 or E4M3 operands, P V in FP8. See
  * attention_fwd_sm90.cuh for the shape of the work.
  *
+ * Codes take longer to make than their products, so three consumer warpgroups share the tensor cores: each does scores,
+ * codes, P V of a block one after the other (P V into the registers of the scores), and three named barriers hand the
+ * turn for scores round, which keeps the three apart in phase.
+ *
  * FP8 products keep about 14 bits in their running sum: every block of 128 keys is multiplied into registers of its own
  * and added in FP32, in the multiply-add that the moving anchor needs anyway. Columns 128 to 135 of the product are
  * sums of the codes, of one key in eight each: an alignment of products to the largest one, which is what drops small
@@ -42,7 +46,7 @@ __device__ __forceinline__ void accumulate(struct code_sums &sums, const float (
 
 /* Where a consumer stands in the rings, and its operands. */
 struct consumer {
-    struct ring k, v;
+    struct ring kv;
     int tiles; /* taken before the present one */
     uint64_t q, k0, v0;
 };
@@ -55,7 +59,8 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
                                                       const struct code_sums &sums, const struct code_rows &r,
                                                       const struct mx_rule &rule, struct fwd_tile t, int warpgroup)
     {
-        const float v_inverse = a.v_inverse[t.head / a.heads * a.kv_heads + t.head % a.heads / a.group];
+        int head, in_group, batch = divide(t.head, a.heads, head), kv_head = divide(head, a.group, in_group);
+        const float v_inverse = a.v_inverse[batch * a.kv_heads + kv_head];
         const float lift = KIND == CODES_FP8 ? FP8_LIFT : MX_LIFT + rule.amplitude;
         float inverse[2], lse[2];
 #pragma unroll
@@ -73,83 +78,74 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
         if (!SCORES8) {
             return a.c;
         }
-        return a.c * a.q_inverse[t.head] * a.k_inverse[t.head / a.heads * a.kv_heads + t.head % a.heads / a.group];
+        int head, in_group, batch = divide(t.head, a.heads, head), kv_head = divide(head, a.group, in_group);
+        return a.c * a.q_inverse[t.head] * a.k_inverse[batch * a.kv_heads + kv_head];
+    }
+
+    /* A block that none of this warpgroup's rows sees. */
+    static __device__ __forceinline__ void pass_block(shared &s, struct consumer &w, int warpgroup)
+    {
+        named_barrier_sync(BARRIER_TURN + warpgroup, 2 * WARPGROUP);
+        named_barrier_arrive(BARRIER_TURN + (warpgroup + 1) % layout::CONSUMERS, 2 * WARPGROUP);
+        release(at(s.k_empty[w.kv.stage]));
+        release(at(s.v_empty[w.kv.stage]));
+        w.kv.next(layout::STAGES);
     }
 
     static __device__ __forceinline__ void consume_tile(const struct fwd_maps &maps, const struct fwd_args &a,
                                                         shared &s, const struct mx_rule &rule, struct consumer &w,
                                                         struct fwd_tile t, int warpgroup)
     {
-        const int n = key_blocks(a, t.block);
+        const int first = t.row + 64 * warpgroup, n = key_blocks<layout>(a, t);
+        /* The last block that this warpgroup's rows see, and the only one with masked keys. */
+        const int own = first < 0 || first >= a.tokens ? -1 : a.causal ? first / TILE : n - 1;
         const float c = score_factor(a, t);
-        float score[64], block[68], factor[2];
-        uint32_t p[16];
         struct code_sums sums = {};
         struct code_rows r = {{-INFINITY, -INFINITY}, {}, {}};
+        for (int j = n - 1; j > own; j--) {
+            pass_block(s, w, warpgroup);
+        }
         mbarrier_wait(at(s.q_full), w.tiles & 1);
-        mbarrier_wait(at(s.k_full[w.k.stage]), w.k.parity);
-        wgmma_fence();
-        scores<SCORES8>(score, w.q, operand_advance(w.k0, w.k.stage * layout::SCORE_BYTES));
-        wgmma_wait<0>();
-        wgmma_pin(score);
-        release(at(s.k_empty[w.k.stage]));
-        w.k.next(layout::STAGES);
-        if (a.causal || a.tokens % TILE != 0) {
-            mask(score, a, t.block * TILE + own_row(warpgroup), (n - 1) * TILE);
-        }
-        codes_anchor<KIND>(score, r, c, rule);
-        codes_make<KIND>(score, r, c, rule, p);
-        if (n > 1) {
-            mbarrier_wait(at(s.k_full[w.k.stage]), w.k.parity);
-        }
-        for (int j = 1; j < n; j++) {
+        for (int j = own; j >= 0; j--) {
+            float score[64], block[68];
+            uint32_t p[16];
+            mbarrier_wait(at(s.k_full[w.kv.stage]), w.kv.parity);
             named_barrier_sync(BARRIER_TURN + warpgroup, 2 * WARPGROUP);
+            wgmma_fence();
+            scores<SCORES8, layout::Q_PANEL>(score, w.q, operand_advance(w.k0, w.kv.stage * layout::K_BYTES));
+            named_barrier_arrive(BARRIER_TURN + (warpgroup + 1) % layout::CONSUMERS, 2 * WARPGROUP);
+            wgmma_wait<0>();
+            wgmma_pin(score);
+            release(at(s.k_empty[w.kv.stage]));
+            if (j == own && (a.causal || a.tokens % TILE != 0)) {
+                mask(score, a, t.row + own_row(warpgroup), j * TILE);
+            }
+            codes_anchor<KIND>(score, r, c, rule);
+            codes_make<KIND>(score, r, c, rule, p);
+            mbarrier_wait(at(s.v_full[w.kv.stage]), w.kv.parity);
             wgmma_pin(p);
             wgmma_fence();
-            scores<SCORES8>(score, w.q, operand_advance(w.k0, w.k.stage * layout::SCORE_BYTES));
-            mbarrier_wait(at(s.v_full[w.v.stage]), w.v.parity);
-            values<KIND>(block, p, operand_advance(w.v0, w.v.stage * layout::VALUE_SLOT));
-            named_barrier_arrive(BARRIER_TURN + (warpgroup ^ 1), 2 * WARPGROUP);
-            wgmma_wait<1>();
-            wgmma_pin(score);
-            release(at(s.k_empty[w.k.stage]));
-            w.k.next(layout::STAGES);
-            factor[0] = r.factor[0];
-            factor[1] = r.factor[1];
-            codes_anchor<KIND>(score, r, c, rule);
-            /* Here, not at the head of the loop: the branch keeps ptxas from moving the wait for P V up. */
-            if (j + 1 < n) {
-                mbarrier_wait(at(s.k_full[w.k.stage]), w.k.parity);
-            }
+            values<KIND>(block, p, operand_advance(w.v0, w.kv.stage * layout::V_SLOT));
             wgmma_wait<0>();
             wgmma_pin(block);
-            wgmma_pin(p);
-            release(at(s.v_empty[w.v.stage]));
-            w.v.next(layout::STAGES);
-            accumulate(sums, block, factor);
-            codes_make<KIND>(score, r, c, rule, p);
+            release(at(s.v_empty[w.kv.stage]));
+            w.kv.next(layout::STAGES);
+            accumulate(sums, block, r.factor);
         }
         release(at(s.q_empty));
-        mbarrier_wait(at(s.v_full[w.v.stage]), w.v.parity);
-        wgmma_pin(p);
-        wgmma_fence();
-        values<KIND>(block, p, operand_advance(w.v0, w.v.stage * layout::VALUE_SLOT));
-        wgmma_wait<0>();
-        wgmma_pin(block);
-        release(at(s.v_empty[w.v.stage]));
-        w.v.next(layout::STAGES);
-        accumulate(sums, block, r.factor);
-        close_tile(maps, a, s, sums, r, rule, t, warpgroup);
+        if (own >= 0) { /* TMA loads rows before 0 as zeros, but a store must not start there */
+            close_tile(maps, a, s, sums, r, rule, t, warpgroup);
+        }
     }
 
     static __device__ __forceinline__ void consume(const struct fwd_maps &maps, const struct fwd_args &a, shared &s,
                                                    const struct mx_rule &rule, int warpgroup)
     {
-        struct consumer w = {{0, 0}, {0, 0}, 0, 0, 0, 0};
-        w.q = operand_k_major(shared_address(s.q) + warpgroup * (PANEL / 2));
+        struct consumer w = {{0, 0}, 0, 0, 0, 0};
+        w.q = operand_k_major(shared_address(s.q) + warpgroup * 64 * 128);
         w.k0 = operand_k_major(shared_address(s.k[0]));
         w.v0 = operand_k_major(shared_address(s.v[0]));
-        if (warpgroup == 1) {
+        if (warpgroup == layout::CONSUMERS - 1) {
             named_barrier_arrive(BARRIER_TURN + 0, 2 * WARPGROUP); /* the first turn is warpgroup 0's */
         }
         for (;; w.tiles++) {
@@ -157,7 +153,7 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
             if (index >= a.tiles) {
                 break;
             }
-            consume_tile(maps, a, s, rule, w, tile_of(a, index), warpgroup);
+            consume_tile(maps, a, s, rule, w, tile_of<layout>(a, index), warpgroup);
         }
         if (threadIdx.x % WARPGROUP == 0) {
             tma_store_wait<0>();
@@ -169,7 +165,7 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
  * moves 16 bytes at a time, does not matter. */
 template <class LAYOUT> __device__ __forceinline__ void write_ones(typename LAYOUT::shared &s)
 {
-    for (int i = (int)threadIdx.x; i < LAYOUT::STAGES * 256; i += THREADS) {
+    for (int i = (int)threadIdx.x; i < LAYOUT::STAGES * 256; i += LAYOUT::THREADS) {
         const int word = i % 256, row = word / 32;
         const uint32_t ones = word % 2 == row / 4 ? 0x38u << row % 4 * 8 : 0;
         *reinterpret_cast<uint32_t *>(s.v[i / 256] + PANEL + word * 4) = ones;
@@ -178,7 +174,7 @@ template <class LAYOUT> __device__ __forceinline__ void write_ones(typename LAYO
 }
 
 template <enum code_kind KIND, bool SCORES8>
-static __global__ void __launch_bounds__(THREADS, 1)
+static __global__ void __launch_bounds__(fwd_layout<SCORES8, true>::THREADS, 1)
     fwd_codes_kernel(const __grid_constant__ struct fwd_maps maps, const __grid_constant__ struct fwd_args a,
                      const __grid_constant__ struct mx_rule rule)
 {
@@ -193,12 +189,12 @@ static __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
     const int warpgroup = __shfl_sync(0xffffffffu, (int)threadIdx.x / WARPGROUP, 0);
     if (warpgroup == 0) {
-        registers_lower<PRODUCER_REGISTERS>();
+        registers_lower<kernel::layout::PRODUCER_REGISTERS>();
         if (threadIdx.x == 0) {
             produce<typename kernel::layout>(maps, a, s);
         }
     } else {
-        registers_raise<CONSUMER_REGISTERS>();
+        registers_raise<kernel::layout::CONSUMER_REGISTERS>();
         kernel::consume(maps, a, s, rule, warpgroup - 1);
     }
 }
@@ -221,8 +217,7 @@ template <enum code_kind KIND, bool SCORES8>
 static void launch(const struct cuda *on, const struct fwd_maps &maps, const struct fwd_args &args,
                    const struct mx_rule &rule)
 {
-    fwd_launch(on, fwd_codes_kernel<KIND, SCORES8>, sizeof(typename codes_kernel<KIND, SCORES8>::shared), maps, args,
-               rule);
+    fwd_launch<fwd_layout<SCORES8, true>>(on, fwd_codes_kernel<KIND, SCORES8>, maps, args, rule);
 }
 
 template <bool SCORES8>
@@ -259,7 +254,8 @@ static CUtensorMap column_map(const struct cuda *on, const void *data, int64_t p
 }
 
 /* Rows of E4M3: (B, heads, T, 128) bytes, contiguous. */
-static CUtensorMap row8_map(const struct cuda *on, const void *data, int64_t tokens, int64_t heads, int64_t batch)
+static CUtensorMap row8_map(const struct cuda *on, const void *data, int64_t tokens, int64_t heads, int64_t batch,
+                            int rows)
 {
     struct tensor_map_shape s = {};
     s.data = data;
@@ -272,7 +268,8 @@ static CUtensorMap row8_map(const struct cuda *on, const void *data, int64_t tok
     s.stride[0] = TILE;
     s.stride[1] = (uint64_t)tokens * TILE;
     s.stride[2] = (uint64_t)(heads * tokens) * TILE;
-    s.box[0] = s.box[1] = TILE;
+    s.box[0] = TILE;
+    s.box[1] = (uint32_t)rows;
     s.box[2] = s.box[3] = 1;
     s.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
     return tensor_map(on, &s);
@@ -282,15 +279,14 @@ void attention_fwd_codes_sm90(const struct attention_fwd *a, const struct attent
 {
     const struct attention_shape *shape = &a->shape;
     const bool scores8 = x->q8 != NULL;
-    const int64_t T = shape->tokens, B = shape->batch;
+    const int64_t T = shape->tokens, B = shape->batch, H = shape->heads, Hkv = shape->kv_heads;
+    const int rows = fwd_layout<false, true>::ROWS;
     struct fwd_maps maps = {};
-    maps.q =
-        scores8 ? row8_map(a->cuda, x->q8, T, shape->heads, B) : head_map(a->cuda, &x->q, T, shape->heads, B, TILE);
-    maps.k = scores8 ? row8_map(a->cuda, x->k8, T, shape->kv_heads, B)
-                     : head_map(a->cuda, &x->k, T, shape->kv_heads, B, TILE);
-    maps.v = column_map(a->cuda, x->v_column, attention_padded_sm90(T), B * shape->kv_heads);
-    maps.out = head_map(a->cuda, &a->out, T, shape->heads, B, TILE / 2);
-    struct fwd_args args = fwd_args_of(a, scores8 ? 2 * TILE : 3 * TILE);
+    maps.q = scores8 ? row8_map(a->cuda, x->q8, T, H, B, rows) : head_map(a->cuda, &x->q, T, H, B, rows);
+    maps.k = scores8 ? row8_map(a->cuda, x->k8, T, Hkv, B, TILE) : head_map(a->cuda, &x->k, T, Hkv, B, TILE);
+    maps.v = column_map(a->cuda, x->v_column, attention_padded_sm90(T), B * Hkv);
+    maps.out = head_map(a->cuda, &a->out, T, H, B, 64);
+    struct fwd_args args = fwd_args_of<fwd_layout<false, true>>(a, scores8 ? 2 * TILE : 3 * TILE);
     args.counter = x->counter;
     args.v_inverse = x->v_inverse;
     args.q_inverse = x->q_inverse;

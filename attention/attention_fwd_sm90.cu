@@ -1,5 +1,8 @@
 /* attention: the BF16 forward on Hopper. See attention_fwd_sm90.cuh for the shape of the work.
  *
+ * Two consumer warpgroups take turns (two named barriers): scores of key block j + 1 and P V of block j of one are in
+ * flight together, and the softmax of one runs under the products of the other.
+ *
  * P = 2^(c s - c max): one multiply-add and one ex2 an element. The sum takes P before its rounding to BF16. */
 #include "attention/attention_fwd_sm90.cuh"
 
@@ -91,20 +94,20 @@ struct consumer {
 __device__ __forceinline__ void consume_tile(const struct fwd_maps &maps, const struct fwd_args &a, layout::shared &s,
                                              struct consumer &w, struct fwd_tile t, int warpgroup)
 {
-    const int n = key_blocks(a, t.block);
+    const int n = key_blocks<layout>(a, t);
     float score[64], o[64] = {}, factor[2];
     uint32_t p[32];
     struct rows_state r = {{-INFINITY, -INFINITY}, {0, 0}};
     mbarrier_wait(at(s.q_full), w.tiles & 1);
     mbarrier_wait(at(s.k_full[w.k.stage]), w.k.parity);
     wgmma_fence();
-    scores<false>(score, w.q, operand_advance(w.k0, w.k.stage * layout::SCORE_BYTES));
+    scores<false, layout::Q_PANEL>(score, w.q, operand_advance(w.k0, w.k.stage * layout::K_BYTES));
     wgmma_wait<0>();
     wgmma_pin(score);
     release(at(s.k_empty[w.k.stage]));
     w.k.next(layout::STAGES);
     if (a.causal || a.tokens % TILE != 0) {
-        mask(score, a, t.block * TILE + own_row(warpgroup), (n - 1) * TILE);
+        mask(score, a, t.row + own_row(warpgroup), (n - 1) * TILE);
     }
     softmax(score, r, a.c, factor);
     pack(score, p);
@@ -116,9 +119,9 @@ __device__ __forceinline__ void consume_tile(const struct fwd_maps &maps, const 
         wgmma_pin(p);
         wgmma_pin(o);
         wgmma_fence();
-        scores<false>(score, w.q, operand_advance(w.k0, w.k.stage * layout::SCORE_BYTES));
+        scores<false, layout::Q_PANEL>(score, w.q, operand_advance(w.k0, w.k.stage * layout::K_BYTES));
         mbarrier_wait(at(s.v_full[w.v.stage]), w.v.parity);
-        values(o, p, operand_advance(w.v0, w.v.stage * layout::VALUE_SLOT));
+        values(o, p, operand_advance(w.v0, w.v.stage * layout::V_SLOT));
         named_barrier_arrive(BARRIER_TURN + (warpgroup ^ 1), 2 * WARPGROUP);
         wgmma_wait<1>();
         wgmma_pin(score);
@@ -143,7 +146,7 @@ __device__ __forceinline__ void consume_tile(const struct fwd_maps &maps, const 
     wgmma_pin(p);
     wgmma_pin(o);
     wgmma_fence();
-    values(o, p, operand_advance(w.v0, w.v.stage * layout::VALUE_SLOT));
+    values(o, p, operand_advance(w.v0, w.v.stage * layout::V_SLOT));
     wgmma_wait<0>();
     wgmma_pin(o);
     release(at(s.v_empty[w.v.stage]));
@@ -166,14 +169,14 @@ __device__ __forceinline__ void consume(const struct fwd_maps &maps, const struc
         if (index >= a.tiles) {
             break;
         }
-        consume_tile(maps, a, s, w, tile_of(a, index), warpgroup);
+        consume_tile(maps, a, s, w, tile_of<layout>(a, index), warpgroup);
     }
     if (threadIdx.x % WARPGROUP == 0) {
         tma_store_wait<0>();
     }
 }
 
-static __global__ void __launch_bounds__(THREADS, 1)
+static __global__ void __launch_bounds__(layout::THREADS, 1)
     fwd_bf16_kernel(const __grid_constant__ struct fwd_maps maps, const __grid_constant__ struct fwd_args a)
 {
     extern __shared__ unsigned char shared_bytes[];
@@ -185,12 +188,12 @@ static __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
     const int warpgroup = __shfl_sync(0xffffffffu, (int)threadIdx.x / WARPGROUP, 0);
     if (warpgroup == 0) {
-        registers_lower<PRODUCER_REGISTERS>();
+        registers_lower<layout::PRODUCER_REGISTERS>();
         if (threadIdx.x == 0) {
             produce<layout>(maps, a, s);
         }
     } else {
-        registers_raise<CONSUMER_REGISTERS>();
+        registers_raise<layout::CONSUMER_REGISTERS>();
         consume(maps, a, s, warpgroup - 1);
     }
 }
@@ -201,12 +204,12 @@ void attention_fwd_bf16_sm90(const struct attention_fwd *a, const struct head_vi
     const struct attention_shape *shape = &a->shape;
     const int64_t T = shape->tokens, B = shape->batch;
     struct fwd_maps maps = {
-        head_map(a->cuda, q, T, shape->heads, B, TILE),
+        head_map(a->cuda, q, T, shape->heads, B, layout::ROWS),
         head_map(a->cuda, k, T, shape->kv_heads, B, TILE),
         head_map(a->cuda, v, T, shape->kv_heads, B, TILE),
-        head_map(a->cuda, &a->out, T, shape->heads, B, TILE / 2),
+        head_map(a->cuda, &a->out, T, shape->heads, B, 64),
     };
-    struct fwd_args args = fwd_args_of(a, 2 * (int64_t)sizeof(bf16) * TILE);
+    struct fwd_args args = fwd_args_of<layout>(a, 2 * (int64_t)sizeof(bf16) * TILE);
     args.counter = counter;
-    fwd_launch(a->cuda, fwd_bf16_kernel, sizeof(layout::shared), maps, args);
+    fwd_launch<layout>(a->cuda, fwd_bf16_kernel, maps, args);
 }

@@ -1,27 +1,21 @@
 /* attention: what the Hopper forward kernels share (docs/numerics.md, section 5), D = 128.
  *
- * One block of 128 query rows of one head is a tile; a persistent grid takes tiles from a counter, longest first.
- * Warpgroup 0 produces: one thread fetches tile numbers and issues all TMA. Warpgroups 1 and 2 own 64 rows each: scores
- * of key block j + 1 and P V of block j are in flight together, and the softmax of one warpgroup runs under the
- * products of the other (two named barriers order their turns). Keys run from the last block to the first, so that only
- * the first block met needs a mask. */
+ * A block of query rows of one head, 64 for each consumer warpgroup, is a tile; a persistent grid takes tiles from a
+ * counter, longest first. Warpgroup 0 produces: one thread fetches tile numbers and issues all TMA. Keys run from the
+ * last block of 128 to the first, so that masks concern the first blocks met only. Where rows do not
+ * fill tiles it is the shortest tile that has rows before 0. */
 #pragma once
 
 #include "attention/sm90.cuh"
 
 enum {
-    TILE = 128, /* rows, keys, features */
+    TILE = 128, /* keys of a block, features */
     WARPGROUP = 128,
-    THREADS = 3 * WARPGROUP,
-    CONSUMER_WARPS = 8,
     PANEL = TILE * 128, /* bytes of 128 rows of 128 bytes */
 };
 
 /* Named barriers; + consumer warpgroup. */
-enum { BARRIER_TURN = 1, BARRIER_ROWS = 3 };
-
-/* Registers a thread: 24 + 2 x 240 = 504 = 3 x 168, what 384 threads may have. */
-enum { PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240 };
+enum { BARRIER_TURN = 1, BARRIER_ROWS = 5 };
 
 struct fwd_maps {
     CUtensorMap q, k, v, out;
@@ -32,7 +26,8 @@ struct fwd_args {
     unsigned int *counter;                          /* of tiles taken, beyond the first of each block */
     const float *q_inverse, *k_inverse, *v_inverse; /* codes times these are values, per head; where there are codes */
     float c;                                        /* base-2 score of q.k */
-    int tokens, heads, kv_heads, group, blocks, all_heads, section_heads, tiles;
+    int tokens, heads, kv_heads, group, all_heads, section_heads;
+    int blocks, key_blocks, tiles, row0; /* row0: first row of tile 0, <= 0 */
     bool causal;
 };
 
@@ -40,13 +35,24 @@ struct fwd_args {
  * that make the product P V sum the codes of P too: row r has ones at positions r modulo 8. Else BF16. */
 template <bool SCORES8, bool CODES> struct fwd_layout {
     enum {
-        SCORE_BYTES = SCORES8 ? PANEL : 2 * PANEL,
-        VALUE_BYTES = CODES ? PANEL : 2 * PANEL,
-        VALUE_SLOT = CODES ? PANEL + 1024 : 2 * PANEL,
-        STAGES = CODES ? 3 : 2,
+        CONSUMERS = CODES ? 3 : 2, /* warpgroups */
+        ROWS = 64 * CONSUMERS,
+        END = CODES ? 64 : ROWS, /* tiles end at a multiple of it */
+        WARPS = 4 * CONSUMERS,
+        THREADS = WARPGROUP * (1 + CONSUMERS),
+        /* 24 + 2 x 240 = 3 x 168 and 32 + 3 x 160 = 4 x 128: what a block of so many threads has. */
+        PRODUCER_REGISTERS = CODES ? 32 : 24,
+        CONSUMER_REGISTERS = CODES ? 160 : 240,
+        ROW_BYTES = SCORES8 ? 128 : 256, /* of Q and K */
+        Q_PANEL = ROWS * 128,
+        Q_BYTES = ROWS * ROW_BYTES,
+        K_BYTES = TILE * ROW_BYTES,
+        V_BYTES = CODES ? PANEL : 2 * PANEL,
+        V_SLOT = CODES ? PANEL + 1024 : 2 * PANEL,
+        STAGES = SCORES8 ? 4 : 2,
     };
     struct shared {
-        alignas(1024) unsigned char q[SCORE_BYTES], out[2 * PANEL], k[STAGES][SCORE_BYTES], v[STAGES][VALUE_SLOT];
+        alignas(1024) unsigned char q[Q_BYTES], out[2 * Q_PANEL], k[STAGES][K_BYTES], v[STAGES][V_SLOT];
         uint64_t q_full, q_empty, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES], tile_full[2],
             tile_empty[2];
         int tile[2];
@@ -55,7 +61,7 @@ template <bool SCORES8, bool CODES> struct fwd_layout {
 
 /* A tile; `head` counts (batch, query head). */
 struct fwd_tile {
-    int head, block;
+    int head, row; /* row: its first, may be negative */
 };
 
 /* n / d and n % d for 0 <= n < 2^24 and d > 0, in few registers: the producer has 24. */
@@ -69,16 +75,17 @@ __device__ __forceinline__ int divide(int n, int d, int &rest)
 }
 
 /* Tiles run section by section of heads whose keys and values stay in L2, longest blocks first inside. */
-__device__ __forceinline__ struct fwd_tile tile_of(const struct fwd_args &a, int index)
+template <class LAYOUT> __device__ __forceinline__ struct fwd_tile tile_of(const struct fwd_args &a, int index)
 {
     int rest, head, section = divide(index, a.section_heads * a.blocks, rest), first = section * a.section_heads;
     int turn = divide(rest, min(a.section_heads, a.all_heads - first), head);
-    return {first + head, a.blocks - 1 - turn};
+    return {first + head, a.row0 + (a.blocks - 1 - turn) * LAYOUT::ROWS};
 }
 
-__device__ __forceinline__ int key_blocks(const struct fwd_args &a, int block)
+/* Blocks of keys that some row of the tile sees. */
+template <class LAYOUT> __device__ __forceinline__ int key_blocks(const struct fwd_args &a, struct fwd_tile t)
 {
-    return a.causal ? block + 1 : a.blocks;
+    return a.causal ? min((t.row + LAYOUT::ROWS - 1) / TILE + 1, a.key_blocks) : a.key_blocks;
 }
 
 /* A position in a ring of barriers. */
@@ -109,31 +116,31 @@ __device__ __forceinline__ void release(uint32_t barrier)
 template <class LAYOUT> __device__ __forceinline__ void open_barriers(typename LAYOUT::shared &s)
 {
     mbarrier_init(at(s.q_full), 1);
-    mbarrier_init(at(s.q_empty), CONSUMER_WARPS);
+    mbarrier_init(at(s.q_empty), LAYOUT::WARPS);
     for (int i = 0; i < LAYOUT::STAGES; i++) {
         mbarrier_init(at(s.k_full[i]), 1);
         mbarrier_init(at(s.v_full[i]), 1);
-        mbarrier_init(at(s.k_empty[i]), CONSUMER_WARPS);
-        mbarrier_init(at(s.v_empty[i]), CONSUMER_WARPS);
+        mbarrier_init(at(s.k_empty[i]), LAYOUT::WARPS);
+        mbarrier_init(at(s.v_empty[i]), LAYOUT::WARPS);
     }
     for (int i = 0; i < 2; i++) {
         mbarrier_init(at(s.tile_full[i]), 1);
-        mbarrier_init(at(s.tile_empty[i]), CONSUMER_WARPS);
+        mbarrier_init(at(s.tile_empty[i]), LAYOUT::WARPS);
     }
     mbarriers_ready();
 }
 
 /* ---- producer ---------------------------------------------------------------------------------------------- */
 
-/* 128 rows of Q, K or (BF16) V. */
-template <int BYTES>
-__device__ __forceinline__ void load_rows(const void *to, const CUtensorMap *map, const uint64_t &barrier, int token,
-                                          int head, int batch)
+/* Rows of Q, K or (BF16) V: one panel of 128 bytes a row, or two. */
+template <int ROW_BYTES>
+__device__ __forceinline__ void load_rows(const void *to, const CUtensorMap *map, const uint64_t &barrier, int rows,
+                                          int token, int head, int batch)
 {
-    mbarrier_expect(at(barrier), BYTES);
+    mbarrier_expect(at(barrier), rows * ROW_BYTES);
     tma_load_4d(shared_address(to), map, at(barrier), 0, token, head, batch);
-    if (BYTES == 2 * PANEL) {
-        tma_load_4d(shared_address(to) + PANEL, map, at(barrier), 64, token, head, batch);
+    if (ROW_BYTES == 256) {
+        tma_load_4d(shared_address(to) + rows * 128, map, at(barrier), 64, token, head, batch);
     }
 }
 
@@ -142,18 +149,18 @@ __device__ __forceinline__ void produce_tile(const struct fwd_maps &maps, const 
                                              typename LAYOUT::shared &s, struct fwd_tile t, struct ring &kv)
 {
     int head, in_group, batch = divide(t.head, a.heads, head), kv_head = divide(head, a.group, in_group);
-    load_rows<LAYOUT::SCORE_BYTES>(s.q, &maps.q, s.q_full, t.block * TILE, head, batch);
+    load_rows<LAYOUT::ROW_BYTES>(s.q, &maps.q, s.q_full, LAYOUT::ROWS, t.row, head, batch);
 #pragma unroll 1 /* fewer registers */
-    for (int j = key_blocks(a, t.block) - 1; j >= 0; j--) {
+    for (int j = key_blocks<LAYOUT>(a, t) - 1; j >= 0; j--) {
         mbarrier_wait(at(s.k_empty[kv.stage]), kv.parity);
-        load_rows<LAYOUT::SCORE_BYTES>(s.k[kv.stage], &maps.k, s.k_full[kv.stage], j * TILE, kv_head, batch);
+        load_rows<LAYOUT::ROW_BYTES>(s.k[kv.stage], &maps.k, s.k_full[kv.stage], TILE, j * TILE, kv_head, batch);
         mbarrier_wait(at(s.v_empty[kv.stage]), kv.parity);
-        if (LAYOUT::VALUE_BYTES == PANEL) {
+        if (LAYOUT::V_BYTES == PANEL) {
             mbarrier_expect(at(s.v_full[kv.stage]), PANEL);
             tma_load_3d(shared_address(s.v[kv.stage]), &maps.v, at(s.v_full[kv.stage]), j * TILE, 0,
                         batch * a.kv_heads + kv_head);
         } else {
-            load_rows<2 * PANEL>(s.v[kv.stage], &maps.v, s.v_full[kv.stage], j * TILE, kv_head, batch);
+            load_rows<256>(s.v[kv.stage], &maps.v, s.v_full[kv.stage], TILE, j * TILE, kv_head, batch);
         }
         kv.next(LAYOUT::STAGES);
     }
@@ -176,7 +183,7 @@ __device__ __forceinline__ void produce(const struct fwd_maps &maps, const struc
         }
         int next = (int)(atomicAdd(a.counter, 1u) + gridDim.x); /* its latency passes under the loads */
         mbarrier_wait(at(s.q_empty), (count & 1) ^ 1);
-        produce_tile<LAYOUT>(maps, a, s, tile_of(a, index), kv);
+        produce_tile<LAYOUT>(maps, a, s, tile_of<LAYOUT>(a, index), kv);
         index = next;
     }
 }
@@ -194,15 +201,16 @@ template <class SHARED> __device__ __forceinline__ int take_tile(SHARED &s, int 
 }
 
 /* score = Q K^T, 64 rows x 128 keys. */
-template <bool SCORES8> __device__ __forceinline__ void scores(float (&score)[64], uint64_t q, uint64_t k)
+template <bool SCORES8, int Q_PANEL> __device__ __forceinline__ void scores(float (&score)[64], uint64_t q, uint64_t k)
 {
 #pragma unroll
     for (int step = 0; step < (SCORES8 ? 4 : 8); step++) {
-        uint32_t offset = (step / 4) * PANEL + (step % 4) * 32;
+        const uint64_t a = operand_advance(q, step / 4 * Q_PANEL + step % 4 * 32);
+        const uint64_t b = operand_advance(k, step / 4 * PANEL + step % 4 * 32);
         if (SCORES8) {
-            wgmma_e4m3<128>::ss(score, operand_advance(q, offset), operand_advance(k, offset), step > 0);
+            wgmma_e4m3<128>::ss(score, a, b, step > 0);
         } else {
-            wgmma_bf16<128>::ss<0, 0>(score, operand_advance(q, offset), operand_advance(k, offset), step > 0);
+            wgmma_bf16<128>::ss<0, 0>(score, a, b, step > 0);
         }
     }
     wgmma_commit();
@@ -264,14 +272,14 @@ __device__ __forceinline__ void store_rows(const CUtensorMap *map, uint32_t out,
             const float *d = o + 4 * (j + i / 2) + 2 * (i % 2);
             x[i] = pack_bf16(d[0] * factor[i % 2], d[1] * factor[i % 2]);
         }
-        stmatrix_x4(out + (j / 8) * (PANEL / 2) + swizzle_128(row, (j % 8 + half) * 16), x[0], x[1], x[2], x[3]);
+        stmatrix_x4(out + j / 8 * 8192 + swizzle_128(row, (j % 8 + half) * 16), x[0], x[1], x[2], x[3]);
     }
     fence_async_proxy();
     named_barrier_sync(BARRIER_ROWS + warpgroup, WARPGROUP);
     if (thread == 0) {
-        int head, batch = divide(t.head, a.heads, head), first = t.block * TILE + 64 * warpgroup;
+        int head, batch = divide(t.head, a.heads, head), first = t.row + 64 * warpgroup;
         tma_store_4d(map, out, 0, first, head, batch);
-        tma_store_4d(map, out + PANEL / 2, 64, first, head, batch);
+        tma_store_4d(map, out + 8192, 64, first, head, batch);
         tma_store_commit();
     }
 }
@@ -282,8 +290,8 @@ __device__ __forceinline__ void store_lse(const struct fwd_args &a, struct fwd_t
 {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        int row = t.block * TILE + own_row(warpgroup) + 8 * h;
-        if (threadIdx.x % 4 == 0 && row < a.tokens) {
+        int row = t.row + own_row(warpgroup) + 8 * h;
+        if (threadIdx.x % 4 == 0 && row >= 0 && row < a.tokens) {
             a.lse_log2[(int64_t)t.head * a.tokens + row] = lse[h];
         }
     }
@@ -292,7 +300,7 @@ __device__ __forceinline__ void store_lse(const struct fwd_args &a, struct fwd_t
 /* ---- host -------------------------------------------------------------------------------------------------- */
 
 /* What follows from the shape; kv_bytes: of K and V as loaded, a token and kv head. */
-static inline struct fwd_args fwd_args_of(const struct attention_fwd *a, int64_t kv_bytes)
+template <class LAYOUT> static inline struct fwd_args fwd_args_of(const struct attention_fwd *a, int64_t kv_bytes)
 {
     const int64_t section_bytes = 32 << 20; /* of keys and values, that L2 keeps beside what streams */
     const struct attention_shape *shape = &a->shape;
@@ -303,7 +311,10 @@ static inline struct fwd_args fwd_args_of(const struct attention_fwd *a, int64_t
     args.heads = (int)shape->heads;
     args.kv_heads = (int)shape->kv_heads;
     args.group = args.heads / args.kv_heads;
-    args.blocks = (args.tokens + TILE - 1) / TILE;
+    const int last = (args.tokens + LAYOUT::END - 1) / LAYOUT::END * LAYOUT::END;
+    args.blocks = (last + LAYOUT::ROWS - 1) / LAYOUT::ROWS;
+    args.row0 = last - args.blocks * LAYOUT::ROWS;
+    args.key_blocks = (args.tokens + TILE - 1) / TILE;
     args.all_heads = (int)(shape->batch * shape->heads);
     const int64_t kv_heads = section_bytes / (shape->tokens * kv_bytes);
     args.section_heads = (int)(kv_heads > 1 ? kv_heads : 1) * args.group;
@@ -313,11 +324,11 @@ static inline struct fwd_args fwd_args_of(const struct attention_fwd *a, int64_t
     return args;
 }
 
-template <class... RULE>
+template <class LAYOUT, class... RULE>
 static inline void fwd_launch(const struct cuda *on, void (*kernel)(struct fwd_maps, struct fwd_args, RULE...),
-                              size_t shared, const struct fwd_maps &maps, const struct fwd_args &args, RULE... rule)
+                              const struct fwd_maps &maps, const struct fwd_args &args, RULE... rule)
 {
-    const int bytes = (int)shared + 1024; /* the struct starts at a multiple of 1024 */
+    const int bytes = (int)sizeof(typename LAYOUT::shared) + 1024; /* the struct starts at a multiple of 1024 */
     const int grid = args.tiles < on->multiprocessors ? args.tiles : on->multiprocessors;
     if (args.tiles == 0) {
         return;
@@ -325,6 +336,6 @@ static inline void fwd_launch(const struct cuda *on, void (*kernel)(struct fwd_m
     cuda_note(on, "attention_fwd_sm90: shared memory",
               (int)cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     cuda_zero(on, args.counter, sizeof *args.counter);
-    kernel<<<grid, THREADS, bytes, on->stream>>>(maps, args, rule...);
+    kernel<<<grid, LAYOUT::THREADS, bytes, on->stream>>>(maps, args, rule...);
     cuda_launched(on, "attention_fwd_sm90");
 }

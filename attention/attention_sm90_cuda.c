@@ -1,5 +1,11 @@
-/* attention: the variant "sm90": what it runs, its memory, and the order of its kernels in the forward. */
+/* attention: the variant "sm90": what it runs, its memory, and the order of its kernels in the forward.
+ *
+ * A recipe is run here if its forward is; a backward that is not written for Hopper, and calls that ask for statistics,
+ * go to the variant "cuda": the saved state is the same, and so are the meanings. */
+#include "attention/attention_bwd_sm90.h"
 #include "attention/attention_sm90.h"
+
+#include <cuda_runtime_api.h>
 
 enum { SM90_HEAD_DIM = 128 };
 
@@ -171,14 +177,43 @@ static size_t saved_bytes_sm90(const struct attention_shape *shape, const struct
     return attention_variant_cuda.saved_bytes(shape, recipe);
 }
 
-static size_t scratch_bytes_sm90(const struct attention_shape *shape, const struct attention_recipe *recipe)
+static size_t largest(size_t a, size_t b)
 {
-    size_t fwd = attention_fwd_scratch_bytes_sm90(shape, recipe);
-    size_t bwd = attention_variant_cuda.scratch_bytes(shape, recipe);
-    return fwd > bwd ? fwd : bwd;
+    return a > b ? a : b;
 }
 
-/* The forward of "cuda" where statistics are asked for: it makes the same codes, and looks at them. */
+static size_t scratch_bytes_sm90(const struct attention_shape *shape, const struct attention_recipe *recipe)
+{
+    size_t bytes = attention_fwd_scratch_bytes_sm90(shape, recipe);
+    if (attention_bwd_refuses_sm90(shape, recipe) == NULL) {
+        bytes = largest(bytes, attention_bwd_scratch_bytes_sm90(shape, recipe));
+    }
+    return largest(bytes, attention_variant_cuda.scratch_bytes(shape, recipe));
+}
+
+/* The kernels hold code for sm_90a only. */
+static bool on_hopper(void)
+{
+    int device;
+    int major = 0;
+    int minor = 0;
+    return cudaGetDevice(&device) == cudaSuccess &&
+           cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+           cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess && major == 9 &&
+           minor == 0;
+}
+
+static const char *refuses_sm90(const struct attention_shape *shape, const struct attention_recipe *recipe)
+{
+    if (!on_hopper()) {
+        return "the GPU is not of compute capability 9.0";
+    }
+    if (recipe->pv != PV_BF16) {
+        return "the coded forward has not passed its tests yet; use variant cuda";
+    }
+    return attention_fwd_refuses_sm90(shape, recipe);
+}
+
 static void fwd_sm90(const struct attention_fwd *a)
 {
     if (a->stats != NULL) {
@@ -188,12 +223,21 @@ static void fwd_sm90(const struct attention_fwd *a)
     }
 }
 
+static void bwd_sm90(const struct attention_bwd *a)
+{
+    if (a->stats != NULL || attention_bwd_refuses_sm90(&a->shape, a->recipe) != NULL) {
+        attention_variant_cuda.bwd(a);
+    } else {
+        attention_bwd_sm90(a);
+    }
+}
+
 const struct attention_variant attention_variant_sm90 = {
     .name = "sm90",
     .device = DEVICE_CUDA,
-    .refuses = attention_fwd_refuses_sm90,
+    .refuses = refuses_sm90,
     .saved_bytes = saved_bytes_sm90,
     .scratch_bytes = scratch_bytes_sm90,
     .fwd = fwd_sm90,
-    .bwd = attention_bwd_cuda,
+    .bwd = bwd_sm90,
 };

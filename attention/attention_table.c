@@ -3,6 +3,7 @@
 #include "attention/attention_cpu.h"
 #if WITH_CUDA
 #include "attention/attention_cuda.h"
+#include "attention/attention_sm90.h"
 #endif
 
 #include <math.h>
@@ -11,6 +12,7 @@
 const struct attention_variant *const attention_variants[] = {
     &attention_variant_cpu,
 #if WITH_CUDA
+    &attention_variant_sm90,
     &attention_variant_cuda,
 #endif
     NULL,

@@ -246,6 +246,14 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high)
     return y;
 }
 
+/* Towards zero. */
+__device__ __forceinline__ uint32_t pack_f16_down(float low, float high)
+{
+    uint32_t y;
+    asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}
+
 __device__ __forceinline__ uint32_t pack_e4m3(float x0, float x1, float x2, float x3)
 {
     uint32_t y;

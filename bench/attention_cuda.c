@@ -1,5 +1,6 @@
 /* bench: attention on the GPU in TF/s: 4 B H T^2 D operations forward (half if causal), 2.5 times that backward.
- * Usage: attention_cuda [runs]. One line a shape and recipe; medians of CUDA events; random inputs. */
+ * Usage: attention_cuda [runs [causal]], with the second only causal shapes. One line a shape and recipe; medians of
+ * CUDA events; random inputs. */
 #include "attention/attention_sm90.h"
 #include "core/cuda.h"
 
@@ -197,7 +198,7 @@ int main(int argc, char **argv)
     struct cuda *cuda;
     runs = runs < 1 ? 1 : runs > RUNS_MAX ? RUNS_MAX : runs;
     must(cuda_open(&cuda, 0));
-    for (size_t i = 0; i < 2 * sizeof shapes / sizeof *shapes; i++) {
+    for (size_t i = 0; i<2 * sizeof shapes / sizeof *shapes; i += argc> 2 ? 2 : 1) {
         const int64_t *shape = shapes[i / 2];
         struct attention_shape s = {shape[0], shape[1], 32, 8, 128, i % 2 == 0, 0.08838834764f};
         struct tensors t;
