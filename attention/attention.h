@@ -67,8 +67,8 @@ struct attention_bwd {
     const void *saved;
     void *scratch;
     struct attention_stats *stats;
-    bool unordered; /* CUDA, run.deterministic = off: the FP32 sums of dQ may be added in any order, which is faster; two
-                       runs then differ in last bits. false: equal bits */
+    bool unordered; /* CUDA, run.deterministic = off: the FP32 sums of dQ may be added in any order, which is faster;
+                       two runs then differ in last bits. false: equal bits */
 };
 
 /* One implementation of both passes; they share the saved state, so they are chosen together. */
