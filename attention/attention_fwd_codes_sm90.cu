@@ -82,9 +82,12 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
         return a.c * a.q_inverse[t.head] * a.k_inverse[batch * a.kv_heads + kv_head];
     }
 
-    /* A block that none of this warpgroup's rows sees. */
+    /* A block that none of this warpgroup's rows sees. It must have arrived: one that is given back before would count
+     * for the block that the slot held before. */
     static __device__ __forceinline__ void pass_block(shared &s, struct consumer &w, int warpgroup)
     {
+        mbarrier_wait(at(s.k_full[w.kv.stage]), w.kv.parity);
+        mbarrier_wait(at(s.v_full[w.kv.stage]), w.kv.parity);
         named_barrier_sync(BARRIER_TURN + warpgroup, 2 * WARPGROUP);
         named_barrier_arrive(BARRIER_TURN + (warpgroup + 1) % layout::CONSUMERS, 2 * WARPGROUP);
         release(at(s.k_empty[w.kv.stage]));
