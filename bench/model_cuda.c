@@ -193,8 +193,12 @@ static enum status fill_weights(struct bench *b)
         ones[i] = bf16_from_float(1);
     }
     for (size_t at = 0; at < b->params.elements; at += BLOCK) {
-        size_t left = b->params.elements - at;
-        cuda_upload(b->cuda, b->weights + at, block, (left < BLOCK ? left : BLOCK) * sizeof *block);
+        size_t left = b->params.elements - at, bytes = (left < BLOCK ? left : BLOCK) * sizeof *block;
+        if (at == 0) {
+            cuda_upload(b->cuda, b->weights, block, bytes);
+        } else {
+            cuda_copy(b->cuda, b->weights + at, b->weights, bytes);
+        }
     }
     for (int i = 0; i < b->params.count; i++) {
         const struct param *p = &b->params.params[i];
