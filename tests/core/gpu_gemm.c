@@ -143,6 +143,18 @@ static void *run(const struct problem *x, void *result)
     return result;
 }
 
+/* The numbers with the contraction contiguous: of x, or of x transposed. */
+static double *along_k(const struct matrix *x, bool transposed)
+{
+    const int64_t rows = transposed ? x->cols : x->rows, cols = transposed ? x->rows : x->cols;
+    double *y = malloc((size_t)(rows * cols) * sizeof *y);
+    assert_non_null(y);
+    for (int64_t i = 0; i < rows * cols; i++) {
+        y[i] = (double)(transposed ? value_of(x, i % cols, i / cols) : value_of(x, i / cols, i % cols));
+    }
+    return y;
+}
+
 /* Error in units of what is allowed: FP32 sums of k terms err by at most about k 2^-24 of the sum of magnitudes. FP8:
  * Hopper's tensor cores cut each term at about 2^-13 of the largest of its group, so that many small terms beside a
  * large one lose more than 2^-13 of the sum of magnitudes: 2^-11 is allowed (2^-11.7 was seen). One rounding to BF16 is
@@ -152,16 +164,16 @@ static double worst_error(const struct problem *x, const void *result)
     const struct gemm_cuda *g = &x->g;
     const bool fp8 = g->a_type != DTYPE_BF16;
     struct matrix got = x->c;
+    double *a = along_k(&x->a, g->trans_a), *b = along_k(&x->b, !g->trans_b);
     double worst = 0, factor = (double)g->alpha * (fp8 ? (double)scales[0] * (double)scales[SCALE_B] : 1.0);
     memcpy(&got.host, &result, sizeof result);
     for (int64_t i = 0; i < g->m; i++) {
         for (int64_t j = 0; j < g->n; j++) {
             double sum = 0, magnitude = 0;
             for (int64_t t = 0; t < g->k; t++) {
-                double a = (double)(g->trans_a ? value_of(&x->a, t, i) : value_of(&x->a, i, t));
-                double b = (double)(g->trans_b ? value_of(&x->b, j, t) : value_of(&x->b, t, j));
-                sum += a * b;
-                magnitude += fabs(a * b);
+                double term = a[i * g->k + t] * b[j * g->k + t];
+                sum += term;
+                magnitude += fabs(term);
             }
             double before = g->beta != 0.0F ? (double)g->beta * (double)value_of(&x->c, i, j) : 0.0;
             double want = factor * sum + before;
@@ -174,6 +186,8 @@ static double worst_error(const struct problem *x, const void *result)
             worst = error <= worst ? worst : error; /* a NaN becomes the worst */
         }
     }
+    free(a);
+    free(b);
     return worst;
 }
 
