@@ -41,6 +41,7 @@ void attention_value_column_sm90(const struct cuda *on, const struct attention_s
                                  const struct attention_recipe *recipe, const bf16 *v, const struct head_facts *facts,
                                  uint8_t *column, float *inverse);
 
-/* E4M3 codes of x (B, heads, T, 128), which are E4M3 values over one power of two a head; facts: of x. */
-void attention_rows8_sm90(const struct cuda *on, const bf16 *x, int64_t heads, int64_t tokens,
-                          const struct head_facts *facts, uint8_t *rows, float *inverse);
+/* x (B, heads, T, 128) becomes E4M3(m x) / m, m the largest power of two with m amax <= 448 of a head; the codes, and
+ * 1 / m. facts: of x. The step from qk = nvfp4 to nvfp4_e4m3. */
+void attention_lower_rows_sm90(const struct cuda *on, bf16 *x, int64_t heads, int64_t tokens,
+                               const struct head_facts *facts, uint8_t *rows, float *inverse);

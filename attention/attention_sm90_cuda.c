@@ -42,7 +42,7 @@ const char *attention_fwd_refuses_sm90(const struct attention_shape *shape, cons
 
 struct fwd_memory {
     uint32_t *counter;
-    struct head_facts *q_facts, *k_facts, *v_facts, *decoded;
+    struct head_facts *q_facts, *k_facts, *v_facts;
     bf16 *q, *k, *v; /* represented operands where the caller keeps none */
     uint8_t *q8, *k8, *v_column;
     float *q_inverse, *k_inverse, *v_inverse;
@@ -62,7 +62,6 @@ static struct fwd_memory fwd_carve(const struct attention_shape *s, const struct
         .q_facts = carve_take(carve, heads * sizeof(struct head_facts)),
         .k_facts = carve_take(carve, kv_heads * sizeof(struct head_facts)),
         .v_facts = carve_take(carve, kv_heads * sizeof(struct head_facts)),
-        .decoded = carve_take(carve, heads * sizeof(struct head_facts)),
         .q = carve_take(carve, coded && !kept ? heads * head * sizeof(bf16) : 0),
         .k = carve_take(carve, (coded || recipe->k_center) && !kept ? kv_heads * head * sizeof(bf16) : 0),
         .v = carve_take(carve, values8 && !kept ? kv_heads * head * sizeof(bf16) : 0),
@@ -98,14 +97,16 @@ static struct head_view own_view(const struct attention_shape *s, bf16 *data, in
 
 /* Q or K as scores read it: the view itself, or published to `own`. */
 static struct head_view score_view(const struct attention_fwd *a, struct head_view view, int64_t heads, bf16 *own,
-                                   struct head_facts *facts, struct head_facts *decoded)
+                                   struct head_facts *facts)
 {
     if (a->recipe->qk == QK_BF16) {
         return view;
     }
     const struct head_tensor x = tensor_of(&a->shape, view, heads);
+    struct attention_recipe nvfp4 = *a->recipe;
+    nvfp4.qk = QK_NVFP4; /* the step to E4M3 is lowered_rows' */
     attention_measure_cuda(a->cuda, &x, facts);
-    attention_scores_cuda(a->cuda, a->recipe, &x, facts, decoded, own);
+    attention_scores_cuda(a->cuda, &nvfp4, &x, facts, NULL, own);
     return own_view(&a->shape, own, heads);
 }
 
@@ -116,13 +117,13 @@ static struct head_view centred_view(const struct attention_fwd *a, bf16 *own)
     return own_view(&a->shape, own, a->shape.kv_heads);
 }
 
-/* E4M3 rows of a published operand. */
-static const uint8_t *rows8_view(const struct attention_fwd *a, struct head_view view, int64_t heads,
-                                 struct head_facts *facts, uint8_t *rows, float *inverse)
+/* qk = nvfp4_e4m3: a published operand is rounded to E4M3; its codes. */
+static const uint8_t *lowered_rows(const struct attention_fwd *a, struct head_view view, int64_t heads,
+                                   struct head_facts *facts, uint8_t *rows, float *inverse)
 {
     const struct head_tensor x = tensor_of(&a->shape, view, heads);
     attention_measure_cuda(a->cuda, &x, facts);
-    attention_rows8_sm90(a->cuda, view.data, a->shape.batch * heads, a->shape.tokens, facts, rows, inverse);
+    attention_lower_rows_sm90(a->cuda, view.data, a->shape.batch * heads, a->shape.tokens, facts, rows, inverse);
     return rows;
 }
 
@@ -147,8 +148,8 @@ void attention_fwd_sm90(const struct attention_fwd *a)
         saved = attention_saved_cuda_carve(s, recipe, &kept).operands;
     }
     struct head_view k = recipe->k_center ? centred_view(a, saved.k) : a->k;
-    k = score_view(a, k, s->kv_heads, saved.k, m.k_facts, m.decoded);
-    const struct head_view q = score_view(a, a->q, s->heads, saved.q, m.q_facts, m.decoded);
+    k = score_view(a, k, s->kv_heads, saved.k, m.k_facts);
+    const struct head_view q = score_view(a, a->q, s->heads, saved.q, m.q_facts);
     if (recipe->pv == PV_BF16) {
         attention_fwd_bf16_sm90(a, &q, &k, &a->v, m.counter);
         return;
@@ -164,8 +165,8 @@ void attention_fwd_sm90(const struct attention_fwd *a)
         .counter = m.counter,
     };
     if (recipe->qk == QK_NVFP4_E4M3) {
-        x.q8 = rows8_view(a, q, s->heads, m.q_facts, m.q8, m.q_inverse);
-        x.k8 = rows8_view(a, k, s->kv_heads, m.k_facts, m.k8, m.k_inverse);
+        x.q8 = lowered_rows(a, q, s->heads, m.q_facts, m.q8, m.q_inverse);
+        x.k8 = lowered_rows(a, k, s->kv_heads, m.k_facts, m.k8, m.k_inverse);
     }
     attention_fwd_codes_sm90(a, &x);
 }
@@ -207,9 +208,6 @@ static const char *refuses_sm90(const struct attention_shape *shape, const struc
 {
     if (!on_hopper()) {
         return "the GPU is not of compute capability 9.0";
-    }
-    if (recipe->pv != PV_BF16) {
-        return "the coded forward has not passed its tests yet; use variant cuda";
     }
     return attention_fwd_refuses_sm90(shape, recipe);
 }

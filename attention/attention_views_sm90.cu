@@ -8,6 +8,8 @@ extern "C" {
 
 #include "attention/sm90.cuh"
 
+#include <cuda_fp16.h>
+
 enum { COLUMN_THREADS = 256, COLUMN_TOKENS = 128, FEATURES = 128, ROWS_THREADS = 256 };
 
 /* How the multiplier of a head follows from its amax. */
@@ -35,7 +37,7 @@ __device__ __forceinline__ int multiplier_exponent(enum multiplier kind, uint32_
             : kind == MULTIPLIER_NEAREST ? 5 - binade
             : kind == MULTIPLIER_OCP     ? 8 - binade
                                          : fill;
-    return min(max(k, -120), 120);
+    return min(max(k, -126), 126);
 }
 
 __device__ __forceinline__ float power_of_two(int k)
@@ -95,38 +97,53 @@ void attention_value_column_sm90(const struct cuda *on, const struct attention_s
     }
 }
 
+/* Four E4M3 codes decoded, times `inverse` (a power of two), as BF16: exact. */
+__device__ __forceinline__ uint2 decoded_bf16(uint32_t codes, float inverse)
+{
+    uint32_t low, high;
+    unpack_e4m3(codes, low, high);
+    const float2 a = __half22float2(*reinterpret_cast<__half2 *>(&low));
+    const float2 b = __half22float2(*reinterpret_cast<__half2 *>(&high));
+    return make_uint2(pack_bf16(a.x * inverse, a.y * inverse), pack_bf16(b.x * inverse, b.y * inverse));
+}
+
 /* Grid (slices, heads): 16 values a thread and turn. */
-static __global__ void rows8_kernel(const bf16 *x, int64_t per_head, const head_facts *facts, uint8_t *rows,
-                                    float *inverse)
+static __global__ void lower_rows_kernel(bf16 *x, int64_t per_head, const head_facts *facts, uint8_t *rows,
+                                         float *inverse)
 {
     const int64_t head = blockIdx.y;
     const int k = multiplier_exponent(MULTIPLIER_ROWS, facts[head].amax);
-    const float m = power_of_two(k);
+    const float m = power_of_two(k), back = power_of_two(-k);
     if (blockIdx.x == 0 && threadIdx.x == 0) {
-        inverse[head] = power_of_two(-k);
+        inverse[head] = back;
     }
     for (int64_t i = ((int64_t)blockIdx.x * ROWS_THREADS + threadIdx.x) * 16; i < per_head;
          i += (int64_t)gridDim.x * ROWS_THREADS * 16) {
+        bf16 *at = x + head * per_head + i;
         float y[16];
-        bf16x8_unpack(bf16x8_load(x + head * per_head + i), y);
-        bf16x8_unpack(bf16x8_load(x + head * per_head + i + 8), y + 8);
-        uint32_t w[4];
+        bf16x8_unpack(bf16x8_load(at), y);
+        bf16x8_unpack(bf16x8_load(at + 8), y + 8);
+        uint32_t codes[4];
+        uint2 values[4];
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            w[j] = pack_e4m3(y[4 * j] * m, y[4 * j + 1] * m, y[4 * j + 2] * m, y[4 * j + 3] * m);
+            codes[j] = pack_e4m3(y[4 * j] * m, y[4 * j + 1] * m, y[4 * j + 2] * m, y[4 * j + 3] * m);
+            values[j] = decoded_bf16(codes[j], back);
         }
-        *reinterpret_cast<uint4 *>(rows + head * per_head + i) = make_uint4(w[0], w[1], w[2], w[3]);
+        *reinterpret_cast<uint4 *>(rows + head * per_head + i) = make_uint4(codes[0], codes[1], codes[2], codes[3]);
+        bf16x8_store(at, {make_uint4(values[0].x, values[0].y, values[1].x, values[1].y)});
+        bf16x8_store(at + 8, {make_uint4(values[2].x, values[2].y, values[3].x, values[3].y)});
     }
 }
 
-void attention_rows8_sm90(const struct cuda *on, const bf16 *x, int64_t heads, int64_t tokens,
-                          const struct head_facts *facts, uint8_t *rows, float *inverse)
+void attention_lower_rows_sm90(const struct cuda *on, bf16 *x, int64_t heads, int64_t tokens,
+                               const struct head_facts *facts, uint8_t *rows, float *inverse)
 {
     const int64_t per_head = tokens * FEATURES;
     const unsigned int slices = cuda_blocks(per_head, 16 * ROWS_THREADS);
     if (heads > 0) {
         const dim3 grid(slices < 64 ? slices : 64, (unsigned int)heads);
-        rows8_kernel<<<grid, ROWS_THREADS, 0, on->stream>>>(x, per_head, facts, rows, inverse);
-        cuda_launched(on, "attention rows8");
+        lower_rows_kernel<<<grid, ROWS_THREADS, 0, on->stream>>>(x, per_head, facts, rows, inverse);
+        cuda_launched(on, "attention lower rows");
     }
 }

@@ -134,17 +134,17 @@ static void tensors_close(struct tensors *t)
     }
 }
 
-/* Codes of the plain inputs: as busy as those of a real call. */
+/* Codes of the plain inputs (q and k become E4M3 values): as busy as those of a real call. */
 static void codes_make(struct cuda *cuda, const struct attention_shape *s, const struct attention_recipe *recipe,
                        struct tensors *t, struct attention_operands_sm90 *x)
 {
     struct head_tensor v = {t->v, s->batch, s->tokens, s->kv_heads, s->head_dim};
     attention_measure_cuda(cuda, &v, t->facts);
     attention_value_column_sm90(cuda, s, recipe, t->v.data, t->facts, t->column, t->inverse);
-    attention_rows8_sm90(cuda, t->k.data, s->batch * s->kv_heads, s->tokens, t->facts, t->k8, t->inverse);
+    attention_lower_rows_sm90(cuda, t->k.data, s->batch * s->kv_heads, s->tokens, t->facts, t->k8, t->inverse);
     struct head_tensor q = {t->q, s->batch, s->tokens, s->heads, s->head_dim};
     attention_measure_cuda(cuda, &q, t->facts);
-    attention_rows8_sm90(cuda, t->q.data, s->batch * s->heads, s->tokens, t->facts, t->q8, t->inverse);
+    attention_lower_rows_sm90(cuda, t->q.data, s->batch * s->heads, s->tokens, t->facts, t->q8, t->inverse);
     *x = (struct attention_operands_sm90){.q = t->q,
                                           .k = t->k,
                                           .v_column = t->column,

@@ -173,6 +173,16 @@ static int check(const struct cuda *cuda, const struct attention_shape *shape, c
              (int)shape->kv_heads, (int)shape->batch, shape->causal ? "causal" : "full", input_names[kind],
              fused ? " fused" : "");
     int bad = compare(&c, out, lse, w, what);
+    size_t saved_bytes = attention_saved_bytes_cpu(shape, recipe);
+    if (g.call.saved != NULL && saved_bytes > 0) { /* operands of the backward: bit for bit the reference's */
+        void *saved = malloc(saved_bytes);
+        gpu_fetch(cuda, saved, g.saved, saved_bytes);
+        if (memcmp(saved, c.saved, saved_bytes) != 0) {
+            print_message("%s: the saved state differs\n", what);
+            bad++;
+        }
+        free(saved);
+    }
     if (memcmp(out, (char *)out + out_bytes, out_bytes) != 0 || memcmp(lse, (char *)lse + lse_bytes, lse_bytes) != 0) {
         print_message("%s: two runs differ\n", what);
         bad++;
