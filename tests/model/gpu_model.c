@@ -327,6 +327,7 @@ static void test_runs_and_recomputation_give_equal_bits(void **state)
         enum linear_format format = formats[i];
         void *first = NULL;
         struct model_loss want = {0};
+        struct attention_stats stats[2], want_stats[2];
         for (int recompute = RECOMPUTE_NONE; recompute <= RECOMPUTE_GATE_UP; recompute++) {
             struct gpu_fixture f;
             char name[64];
@@ -347,6 +348,13 @@ static void test_runs_and_recomputation_give_equal_bits(void **state)
                 expect(loss.loss_sum == want.loss_sum && isfinite(loss.loss_sum), name, "loss");
                 free(grads);
             }
+            cuda_download(cuda, stats, model_stats(f.model), sizeof stats);
+            assert_int_equal(cuda_sync(cuda, name), OK);
+            if (recompute == RECOMPUTE_NONE) {
+                memcpy(want_stats, stats, sizeof stats);
+                expect(stats[0].r_r > 0 && stats[1].r_r > 0, name, "no statistics");
+            }
+            expect(memcmp(stats, want_stats, sizeof stats) == 0, name, "statistics of two runs");
             gpu_fixture_close(&f);
         }
         free(first);
