@@ -31,8 +31,8 @@ static __global__ void __launch_bounds__(256)
     for (int i = 0; i < BWD_TILE / 4 / 256; i++) {
         dq[i * 256 + threadIdx.x] = make_float4(0, 0, 0, 0);
     }
-    if (threadIdx.x == 0) {
-        p.turns[at] = 0;
+    if (threadIdx.x < 2) {
+        p.turns[at * 2 + threadIdx.x] = 0;
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -292,7 +292,7 @@ static __device__ __forceinline__ void compute(const struct bwd_plan &p, const s
     wgmma_wait<0>();
     wgmma_pin(y);
     add_dq<ORDERED>(p, s, at, wg, n - 1, y, AT_STAGING);
-    add_dq_close<ORDERED>(s);
+    add_dq_close<ORDERED>();
     wgmma_pin(x);
     wgmma_pin(dk);
     wgmma_pin(dv);
@@ -315,10 +315,8 @@ static __global__ void __launch_bounds__(BWD_THREADS, 1)
         registers_lower<24>();
         if (threadIdx.x == 0) {
             load(p, u, maps, s, ORDERED);
-        } else if (ORDERED && threadIdx.x == 32) {
-            turns_wait(p, u, s);
-        } else if (ORDERED && threadIdx.x == 64) {
-            turns_pass(p, u, s);
+        } else if (ORDERED && (threadIdx.x == 32 || threadIdx.x == 64)) {
+            add_in_order(p, u, s, threadIdx.x / 32 - 1, AT_STAGING);
         }
     } else {
         registers_raise<240>();
@@ -345,7 +343,7 @@ static struct bwd_plan plan_of(const struct attention_shape *shape, void *scratc
     p.dq = (float *)scratch;
     p.stats = p.dq + tiles * BWD_TILE;
     p.turns = (uint32_t *)(p.stats + tiles * BWD_STATISTICS);
-    *bytes = ((size_t)tiles * (BWD_TILE + BWD_STATISTICS + 1) * 4 + 255) / 256 * 256;
+    *bytes = ((size_t)tiles * (BWD_TILE + BWD_STATISTICS + 2) * 4 + 255) / 256 * 256;
     return p;
 }
 

@@ -32,7 +32,7 @@ struct bwd_plan {
     float c, scale;  /* base-2 score of q.k; softmax_scale */
     float *dq;       /* (B, H, tiles, BWD_TILE) */
     float *stats;    /* (B, H, tiles, BWD_STATISTICS) */
-    uint32_t *turns; /* (B, H, tiles): ordered sums: blocks that have added their part */
+    uint32_t *turns; /* (B, H, tiles, 2): ordered sums: blocks that have added their half of the features */
     struct head_view dk, dv;
 };
 
@@ -107,17 +107,16 @@ struct shared {
     char *memory;            /* the same place as base */
 };
 
-/* A stage is loaded, is free again; a buffer of dS is written; keys are loaded; ordered sums: the warpgroups may add,
- * add, have added. */
+/* A stage is loaded, is free again; a buffer of dS is written; keys are loaded; ordered sums, of each warpgroup: its
+ * half of dQ is staged, is added. */
 enum {
     FULL = 0,
     EMPTY = BWD_STAGES,
     DS_FULL = 2 * BWD_STAGES,
     KEYS = DS_FULL + BWD_DS_BUFFERS,
-    MAY_ADD,
-    ADDS,
-    HAS_ADDED,
-    BARRIERS
+    STAGED,
+    ADDED = STAGED + 2,
+    BARRIERS = ADDED + 2
 };
 
 static __device__ __forceinline__ uint32_t barrier_at(const struct shared &s, int number)
@@ -139,9 +138,10 @@ static __device__ __forceinline__ struct shared shared_open(char *raw, int at)
             mbarrier_init(barrier_at(s, DS_FULL + i), 8);
         }
         mbarrier_init(barrier_at(s, KEYS), 1);
-        mbarrier_init(barrier_at(s, MAY_ADD), 1);
-        mbarrier_init(barrier_at(s, ADDS), 8);
-        mbarrier_init(barrier_at(s, HAS_ADDED), 8);
+        for (int wg = 0; wg < 2; wg++) {
+            mbarrier_init(barrier_at(s, STAGED + wg), 4);
+            mbarrier_init(barrier_at(s, ADDED + wg), 1);
+        }
         mbarriers_ready();
     }
     __syncthreads();
@@ -185,31 +185,32 @@ static __device__ __forceinline__ void red_add(float *to, float a, float b, floa
 
 enum { BWD_STAGING = 4096 }; /* bytes of one warp's part of a tile of dQ */
 
-/* This warp's sums of the tile before are in memory. */
-static __device__ __forceinline__ void dq_added(const struct shared &s)
-{
-    if ((threadIdx.x & 31) == 0) {
-        tma_store_wait<0>();
-        asm volatile("fence.proxy.async.global;" ::: "memory"); /* what was done by bulk copies is ours now */
-        mbarrier_arrive(barrier_at(s, HAS_ADDED));
-    }
-}
-
-/* Adds this warp's part of tile `at`; step: how many tiles the unit has done before; staging: of all warps. */
+/* Adds this warp's part of tile `at`; step: how many tiles the unit has done before; staging: of all warps. In order:
+ * leaves it to add_in_order. */
 template <bool ORDERED>
 static __device__ __forceinline__ void add_dq(const struct bwd_plan &p, const struct shared &s, int at, int wg,
                                               int step, const float (&x)[32], int staging)
 {
     const int lane = threadIdx.x & 31, warp = wg * 4 + ((threadIdx.x >> 5) & 3);
     float *to = p.dq + (int64_t)at * BWD_TILE + warp * (BWD_STAGING / 4);
-#if BULK
-    const int own = staging + warp * BWD_STAGING;
-    if (ORDERED && step > 0) {
-        dq_added(s);
-    } else if (!ORDERED && lane == 0) {
-        tma_store_wait_read<0>();
+#if !BULK
+    if (!ORDERED) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            red_add(to + (j * 32 + lane) * 4, x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
+        }
+        return;
     }
-    __syncwarp();
+#endif
+    const int own = staging + warp * BWD_STAGING;
+    if (ORDERED) {
+        mbarrier_wait(barrier_at(s, ADDED + wg), (step & 1) ^ 1); /* of the tile before */
+    } else {
+        if (lane == 0) {
+            tma_store_wait_read<0>();
+        }
+        __syncwarp();
+    }
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         *reinterpret_cast<float4 *>(s.memory + own + (j * 32 + lane) * 16) =
@@ -219,77 +220,58 @@ static __device__ __forceinline__ void add_dq(const struct bwd_plan &p, const st
     __syncwarp();
     if (lane == 0) {
         if (ORDERED) {
-            mbarrier_wait(barrier_at(s, MAY_ADD), step & 1);
-        }
-        bulk_add_f32(to, s.base + own, BWD_STAGING);
-        tma_store_commit();
-        if (ORDERED) {
-            mbarrier_arrive(barrier_at(s, ADDS));
+            mbarrier_arrive(barrier_at(s, STAGED + wg));
+        } else {
+            bulk_add_f32(to, s.base + own, BWD_STAGING);
+            tma_store_commit();
         }
     }
-#else
-    (void)staging;
-    if (ORDERED) {
-        mbarrier_wait(barrier_at(s, MAY_ADD), step & 1);
-    }
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-        red_add(to + (j * 32 + lane) * 4, x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
-    }
-    if (ORDERED) {
-        __syncwarp();
-        if (lane == 0) {
-            mbarrier_arrive(barrier_at(s, ADDS));
-            mbarrier_arrive(barrier_at(s, HAS_ADDED));
-        }
-    }
-#endif
 }
 
-/* After the last tile; staging is free afterwards. */
-template <bool ORDERED> static __device__ __forceinline__ void add_dq_close(const struct shared &s)
+/* After the last tile: the staging may be given up. */
+template <bool ORDERED> static __device__ __forceinline__ void add_dq_close()
 {
-#if BULK
-    if (ORDERED) {
-        dq_added(s);
-    } else if ((threadIdx.x & 31) == 0) {
+    if (!ORDERED && (threadIdx.x & 31) == 0) {
         tma_store_wait_read<0>();
     }
-#endif
 }
 
-/* Ordered sums, two lanes beside the computing warpgroups. The last block of keys is the first to add to a tile; the
- * waiting lane lets the warpgroups add once the blocks before have, the passing lane hands the turn on. Its release is
- * cumulative: it covers what the warpgroups did before they arrived. Two lanes, because a release takes about as long
- * as the work on a tile. */
-static __device__ __forceinline__ void turns_wait(const struct bwd_plan &p, const struct unit &u,
-                                                  const struct shared &s)
+static __device__ __forceinline__ uint32_t turn_of(const uint32_t *turn)
 {
+    uint32_t x;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(turn) : "memory");
+    return x;
+}
+
+/* Ordered sums, one lane beside each warpgroup: it adds what the warpgroup staged once the blocks of keys that come
+ * before have added theirs (the last block is the first), waits until the sums are in memory, and hands the turn on.
+ * Whose turn it is next is asked while the sums are on their way. */
+static __device__ __forceinline__ void add_in_order(const struct bwd_plan &p, const struct unit &u,
+                                                    const struct shared &s, int wg, int staging)
+{
+    uint32_t *turns = p.turns + wg;
     struct walk w = walk_start(p, u, true);
-    const int n = walk_length(p, u);
+    uint32_t now = turn_of(turns + (int64_t)w.at * 2);
+    uint32_t parity = 0;
 #pragma unroll 1 /* few registers here */
-    for (int i = 0; i < n; i++) {
+    for (int left = walk_length(p, u); left > 0; left--) {
+        const int at = w.at;
         const uint32_t before = (p.causal ? w.tile / (BWD_KEYS / BWD_QUERIES) : p.blocks - 1) - u.block;
-        uint32_t now;
-        do {
-            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(p.turns + w.at) : "memory");
-        } while (now != before);
-        mbarrier_arrive(barrier_at(s, MAY_ADD));
-        mbarrier_wait(barrier_at(s, ADDS), i & 1);
+        while (now != before) {
+            now = turn_of(turns + (int64_t)at * 2);
+        }
+        mbarrier_wait(barrier_at(s, STAGED + wg), parity);
+        bulk_add_f32(p.dq + (int64_t)at * BWD_TILE + wg * (BWD_TILE / 2), s.base + staging + wg * 4 * BWD_STAGING,
+                     4 * BWD_STAGING);
+        tma_store_commit();
         walk_next(p, u, w);
-    }
-}
-
-static __device__ __forceinline__ void turns_pass(const struct bwd_plan &p, const struct unit &u,
-                                                  const struct shared &s)
-{
-    struct walk w = walk_start(p, u, true);
-    const int n = walk_length(p, u);
-#pragma unroll 1
-    for (int i = 0; i < n; i++) {
-        mbarrier_wait(barrier_at(s, HAS_ADDED), i & 1);
-        asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p.turns + w.at) : "memory");
-        walk_next(p, u, w);
+        now = left > 1 ? turn_of(turns + (int64_t)w.at * 2) : 0;
+        tma_store_wait<0>();
+        mbarrier_arrive(barrier_at(s, ADDED + wg));
+        asm volatile(
+            "fence.proxy.async.global;\n\tred.release.gpu.global.add.u32 [%0], 1;" ::"l"(turns + (int64_t)at * 2)
+            : "memory");
+        parity ^= 1;
     }
 }
 

@@ -375,7 +375,7 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
     wgmma_wait<0>();
     wgmma_pin(y);
     add_dq<ORDERED>(p.b, s, at, wg, n - 1, y, AT_STAGING);
-    add_dq_close<ORDERED>(s);
+    add_dq_close<ORDERED>();
     wgmma_pin(x);
     wgmma_pin(dk);
     wgmma_pin(dv);
@@ -399,10 +399,8 @@ static __global__ void __launch_bounds__(BWD_THREADS, 1)
         registers_lower<24>();
         if (threadIdx.x == 0) {
             load<QK8>(p, u, maps, s, ORDERED);
-        } else if (ORDERED && threadIdx.x == 32) {
-            turns_wait(p.b, u, s);
-        } else if (ORDERED && threadIdx.x == 64) {
-            turns_pass(p.b, u, s);
+        } else if (ORDERED && (threadIdx.x == 32 || threadIdx.x == 64)) {
+            add_in_order(p.b, u, s, threadIdx.x / 32 - 1, AT_STAGING);
         }
     } else {
         registers_raise<240>();

@@ -202,8 +202,8 @@ static __global__ void __launch_bounds__(THREADS) publish_queries_kernel(struct 
     for (int i = 0; i < BWD_TILE / 4 / THREADS; i++) {
         dq[i * THREADS + threadIdx.x] = make_float4(0, 0, 0, 0);
     }
-    if (threadIdx.x == 0) {
-        p.b.turns[at] = 0;
+    if (threadIdx.x < 2) {
+        p.b.turns[at * 2 + threadIdx.x] = 0;
     }
     const bf16 *q = in.q.data + batch * in.q.batch_stride + head * in.q.head_stride + part * 8;
     const bf16 *out = in.out.data + batch * in.out.batch_stride + head * in.out.head_stride + part * 8;

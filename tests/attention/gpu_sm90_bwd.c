@@ -292,8 +292,15 @@ static void test_bf16_inputs(void **state)
 
 /* FP8 tensor cores keep about 14 bits of a running sum, truncating: dP moves by some 2^-10 of itself, which turns about
  * one stored dS in 100 to the neighbouring code, 2^-4 away. A few tokens: exp2f of the two sides differs in the last
- * bit, and dO over a normaliser of 4 bits often lies on a tie. */
-#define FP8_BOUND 1.5e-2
+ * bit, and dO over a normaliser of 4 bits often lies on a tie. Scores of FP8 products move too, and with them codes of
+ * P. */
+#define FP8_BOUND 2e-2
+#define FP8_SCORES_BOUND 4e-2
+
+static double fp8_bound(const struct attention_recipe *recipe)
+{
+    return recipe->qk == QK_NVFP4_E4M3 ? FP8_SCORES_BOUND : FP8_BOUND;
+}
 
 static void test_fp8_lengths(void **state)
 {
@@ -320,7 +327,7 @@ static void test_fp8_inputs(void **state)
             struct attention_recipe recipe = recipe_of(PV_FP8, presets[i]);
             recipe.qk = kind % 2 == 0 ? QK_NVFP4_E4M3 : QK_NVFP4;
             struct attention_shape s = {i == 0 ? 2 : 1, 330, 4, 2, D, kind != INPUT_PEAKY3, 0.0883883f};
-            complaints += check(*state, &s, &recipe, (enum input_kind)kind, i == 1, FP8_BOUND);
+            complaints += check(*state, &s, &recipe, (enum input_kind)kind, i == 1, fp8_bound(&recipe));
         }
     }
     print_message("largest rel-L2 difference %.1e\n", most);
@@ -339,7 +346,7 @@ static void test_mxfp4(void **state)
             recipe.qk = kind % 2 == 0 ? QK_NVFP4 : QK_NVFP4_E4M3;
             struct attention_shape s = {1, i == 0 ? 330 : 290, 4, 2, D, kind != INPUT_PEAKY3, 0.0883883f};
             recipe.mx_rule = i == 1 ? MX_OCP : MX_NEAREST;
-            complaints += check(*state, &s, &recipe, (enum input_kind)kind, false, FP8_BOUND);
+            complaints += check(*state, &s, &recipe, (enum input_kind)kind, false, fp8_bound(&recipe));
         }
     }
     for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
@@ -350,6 +357,47 @@ static void test_mxfp4(void **state)
     print_message("largest rel-L2 difference %.1e\n", most);
     most = 0;
     assert_int_equal(complaints, 0);
+}
+
+/* More blocks of keys than the GPU runs at a time, so that ordered sums wait: two ordered runs with equal bits, and
+ * close to the unordered one. Any output and LSE2 will do. */
+static void test_many_blocks(void **state)
+{
+    static const enum backward_preset presets[] = {BWD_BF16, BWD_REPRESENTED};
+    for (int i = 0; i < 4; i++) {
+        struct attention_shape s = {3, 1090, 16, 8, D, i % 2 == 0, 0.0883883f};
+        struct attention_recipe recipe = recipe_of(i / 2 == 0 ? PV_BF16 : PV_FP8, presets[i / 2]);
+        struct attention_case c;
+        struct gradients y[3];
+        case_open(&c, &s, &recipe, INPUT_GAUSS, 3);
+        memcpy(c.out, c.q, sizeof(bf16) * (size_t)case_queries(&c));
+        for (int64_t r = 0; r < s.batch * s.heads * s.tokens; r++) {
+            c.lse_log2[r] = 11;
+        }
+        if (recipe.pv == PV_FP8) { /* represented operands: any values */
+            bf16 *saved = c.saved;
+            for (int64_t r = 0; r < case_queries(&c) + 2 * case_keys(&c); r++) {
+                saved[r] = c.q[r % case_queries(&c)];
+            }
+        }
+        for (int run = 0; run < 3; run++) {
+            struct gpu_case g;
+            gpu_case_open(&g, *state, &c, false);
+            g.call.unordered = run == 0;
+            attention_bwd_sm90(&g.call);
+            y[run] = fetch(&g);
+            gpu_case_close(&g);
+        }
+        assert_memory_equal(y[1].dq, y[2].dq, sizeof(bf16) * (size_t)case_queries(&c));
+        assert_memory_equal(y[1].dk, y[2].dk, sizeof(bf16) * (size_t)case_keys(&c));
+        assert_memory_equal(y[1].dv, y[2].dv, sizeof(bf16) * (size_t)case_keys(&c));
+        assert_memory_equal(y[0].dk, y[1].dk, sizeof(bf16) * (size_t)case_keys(&c));
+        assert_true(compare(y[0].dq, y[1].dq, case_queries(&c), 0).rel < 1e-3); /* flips of the last rounding */
+        for (int run = 0; run < 3; run++) {
+            gradients_free(&y[run]);
+        }
+        case_close(&c);
+    }
 }
 
 static int open_gpu(void **state)
@@ -369,6 +417,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_bf16_lengths), cmocka_unit_test(test_bf16_heads), cmocka_unit_test(test_bf16_inputs),
         cmocka_unit_test(test_fp8_lengths),  cmocka_unit_test(test_fp8_inputs), cmocka_unit_test(test_mxfp4),
+        cmocka_unit_test(test_many_blocks),
     };
     return cmocka_run_group_tests(tests, open_gpu, close_gpu);
 }
