@@ -12,32 +12,32 @@ __device__ __forceinline__ void bwd_rebuild_row(const struct p_rule &rule, float
     (void)p_block_publish<PV, keys_in_quad>(rule, reference, anchor, key0, max, t);
 }
 
+/* How P of dV is made: as flash attention does; rounded as the arguments say; from the codes of one format, or of any.
+ * The common formats have kernels of their own: code for all of them in one kernel does not stay in the instruction
+ * cache. */
+enum route { ROUTE_BF16, ROUTE_ROUNDED, ROUTE_CODES, ROUTE_CODES_FP8, ROUTE_CODES_MXFP4, ROUTE_CODES_FP4 };
+
 /* The format is the same for all threads of the kernel. */
+template <enum route ROUTE>
 __device__ __forceinline__ void bwd_rebuild(const struct p_rule &rule, float reference, float anchor, int key0,
                                             float *t)
 {
-    switch (rule.pv) {
-    case PV_BF16:
-        bwd_rebuild_row<PV_BF16>(rule, reference, anchor, key0, t);
-        return;
-    case PV_FP8:
+    if (ROUTE == ROUTE_CODES_FP8 || (ROUTE == ROUTE_CODES && rule.pv == PV_FP8)) {
         bwd_rebuild_row<PV_FP8>(rule, reference, anchor, key0, t);
-        return;
-    case PV_MXFP4:
+    } else if (ROUTE == ROUTE_CODES_MXFP4 || (ROUTE == ROUTE_CODES && rule.pv == PV_MXFP4)) {
         bwd_rebuild_row<PV_MXFP4>(rule, reference, anchor, key0, t);
-        return;
-    case PV_NVFP4:
+    } else if (rule.pv == PV_BF16) {
+        bwd_rebuild_row<PV_BF16>(rule, reference, anchor, key0, t);
+    } else if (rule.pv == PV_NVFP4) {
         bwd_rebuild_row<PV_NVFP4>(rule, reference, anchor, key0, t);
-        return;
-    case PV_FP4_UE5M3:
+    } else {
         bwd_rebuild_row<PV_FP4_UE5M3>(rule, reference, anchor, key0, t);
-        return;
     }
 }
 
 /* Scores of a warp's tile become P of dS. put(m, n, h, pair) takes P of dV, times the unit of the codes. `rows`: place
  * of the head's row 0 in (B, H, T). */
-template <class PUT>
+template <enum route ROUTE, class PUT>
 __device__ __forceinline__ void bwd_codes(const struct bwd_args &a, float (*s)[4][4], const struct bwd_tile &t,
                                           const struct bwd_rows &reference, int64_t rows, PUT put)
 {
@@ -65,7 +65,7 @@ __device__ __forceinline__ void bwd_codes(const struct bwd_args &a, float (*s)[4
                 s[m][n][2 * h + e] = exp2_fast(p[j] - exact.x[i]);
             }
         }
-        bwd_rebuild(a.rule, reference.x[i], anchor_of_row, t.key0, p);
+        bwd_rebuild<ROUTE>(a.rule, reference.x[i], anchor_of_row, t.key0, p);
 #pragma unroll
         for (int n = 0; n < 4; n++) {
             put(m, n, h, make_float2(p[2 * n], p[2 * n + 1]));

@@ -29,7 +29,7 @@ __device__ __forceinline__ void make_p(const struct bwd_args &a, float (*x)[4][4
                                        const struct bwd_rows &reference, int64_t rows)
 {
     if (CODES) {
-        bwd_codes(a, x, t, reference, rows, [](int, int, int, float2) {});
+        bwd_codes<ROUTE_CODES>(a, x, t, reference, rows, [](int, int, int, float2) {});
         return;
     }
     bwd_exponentials(x, t, a.c, reference);

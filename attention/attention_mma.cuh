@@ -126,20 +126,17 @@ __device__ __forceinline__ void tile_load(uint32_t tile, const bf16 *x, int64_t 
     }
 }
 
-/* A barrier in shared memory where arriving and waiting are apart (PTX ISA, "mbarrier"): `warps` warps arrive, then its
- * phase is over; phases count from 0. One thread makes it, before a barrier of the block. */
-__device__ __forceinline__ void barrier_init(uint32_t barrier, int warps)
+/* A barrier in shared memory where arriving and waiting are apart (PTX ISA, "mbarrier"): `threads` threads arrive, then
+ * its phase is over; phases count from 0. One thread makes it, before a barrier of the block. */
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int threads)
 {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(warps) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-/* The whole warp arrives: what its lanes read and wrote before is done. */
+/* What this thread read and wrote before is done. */
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier)
 {
-    __syncwarp();
-    if ((threadIdx.x & 31) == 0) {
-        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-    }
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 /* Waits for the end of a phase of this parity, the one under way or the one before. */

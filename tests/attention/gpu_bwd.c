@@ -527,10 +527,50 @@ static void test_zero_dout_gives_exact_zeros(void **state)
         for (int64_t i = 0; i < case_keys(&c); i++) {
             failures += (r.dk[i] & 0x7fff) != 0 || (r.dv[i] & 0x7fff) != 0;
         }
+        checks++;
         result_close(&r);
         case_close(&c);
     }
     report("zero dO");
+}
+
+static int64_t count_bad(const bf16 *x, int64_t n)
+{
+    int64_t count = 0;
+    for (int64_t i = 0; i < n; i++) {
+        count += (x[i] & 0x7f80) == 0x7f80;
+    }
+    return count;
+}
+
+/* One NaN in dO: the row of dQ and every key that it sees are NaN, and the count says so. */
+static void test_a_nan_is_seen(void **state)
+{
+    (void)state;
+    for (int preset = BWD_REPRESENTED; preset <= BWD_BF16; preset++) {
+        struct attention_recipe recipe = recipe_of(PV_MXFP4, preset);
+        struct attention_case c;
+        struct result r;
+        int64_t D = gqa.head_dim, token = 70;
+        case_open(&c, &gqa, &recipe, INPUT_GAUSS, 5);
+        case_forward(&c);
+        c.dout[token * gqa.heads * D + 5] = 0x7fc0; /* head 0 */
+        result_open(&r, &c);
+        run_gpu(&c, &plain, &r);
+        int64_t dq = count_bad(r.dq, case_queries(&c)), dk = count_bad(r.dk, case_keys(&c)),
+                dv = count_bad(r.dv, case_keys(&c));
+        failures += dq != D || count_bad(r.dq + token * gqa.heads * D, D) != D;
+        failures += dk < (token + 1) * D || dv < token + 1;
+        failures += r.stats.non_finite != (double)(1 + dq + dk + dv);
+        checks++;
+        if (failures > 0) {
+            print_message("preset %d: dq %lld dk %lld dv %lld counted %g\n", preset, (long long)dq, (long long)dk,
+                          (long long)dv, r.stats.non_finite);
+        }
+        result_close(&r);
+        case_close(&c);
+    }
+    report("NaN");
 }
 
 static int open_gpu(void **state)
@@ -552,6 +592,7 @@ int main(void)
         cmocka_unit_test(test_many_blocks),
         cmocka_unit_test(test_equal_bits),
         cmocka_unit_test(test_zero_dout_gives_exact_zeros),
+        cmocka_unit_test(test_a_nan_is_seen),
     };
     return cmocka_run_group_tests(tests, open_gpu, NULL);
 }
