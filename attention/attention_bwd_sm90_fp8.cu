@@ -221,12 +221,15 @@ static __device__ __forceinline__ void block_exponents(const float (&x)[32], con
     }
 }
 
-/* v >= 0 to the nearest E2M1 number times 2^k, whose bits are `unit`; ties to the even code, at most 6. Adding 1.5 x
- * 2^22 times the binade of v (not less than one unit) leaves one bit below it, or half units. */
-static __device__ __forceinline__ float e2m1_nearest(float v, uint32_t unit, float six)
+/* v >= 0 to the nearest E2M1 number times a unit 2^k; ties to the even code, at most six = 6 units. Adding 1.5 x 2^22
+ * times the binade of v, but not less than a unit, leaves one bit below the binade, or half units. `least`: the bits of
+ * a unit times 1.5 x 2^22. */
+enum { E2M1_MAGIC = 22 << 23 | 0x400000 };
+
+static __device__ __forceinline__ float e2m1_nearest(float v, uint32_t least, float six)
 {
     v = fminf(v, six);
-    const float magic = __uint_as_float(max(__float_as_uint(v) & 0x7f800000u, unit) + (22u << 23 | 0x400000u));
+    const float magic = __uint_as_float(__viaddmax_u32(__float_as_uint(v) & 0x7f800000u, E2M1_MAGIC, least));
     return __fsub_rn(__fadd_rn(v, magic), magic);
 }
 
@@ -241,10 +244,10 @@ static __device__ __forceinline__ void mxfp4_values(float (&x)[32], const float2
     for (int j = 0; j < 8; j++) {
         const uint32_t low = (e[j] << 23) + 0x3f800000u, high = ((e[j] << 7) & 0xff800000u) + 0x3f800000u;
         const float six_low = 6.0f * __uint_as_float(low), six_high = 6.0f * __uint_as_float(high);
-        x[4 * j] = e2m1_nearest(x[4 * j], low, six_low);
-        x[4 * j + 1] = e2m1_nearest(x[4 * j + 1], high, six_high);
-        x[4 * j + 2] = e2m1_nearest(x[4 * j + 2], low, six_low);
-        x[4 * j + 3] = e2m1_nearest(x[4 * j + 3], high, six_high);
+        x[4 * j] = e2m1_nearest(x[4 * j], low + E2M1_MAGIC, six_low);
+        x[4 * j + 1] = e2m1_nearest(x[4 * j + 1], high + E2M1_MAGIC, six_high);
+        x[4 * j + 2] = e2m1_nearest(x[4 * j + 2], low + E2M1_MAGIC, six_low);
+        x[4 * j + 3] = e2m1_nearest(x[4 * j + 3], high + E2M1_MAGIC, six_high);
     }
 }
 

@@ -359,6 +359,47 @@ static void test_mxfp4(void **state)
     assert_int_equal(complaints, 0);
 }
 
+/* Where every row of the K that dQ multiplies is 1, a row of dQ is softmax_scale times what its row of stored dS sums
+ * to: the row leak (docs/numerics.md, section 7), here mostly the noise of E4M3. The reference's, in size and in bias.
+ */
+static void leak_of(const bf16 *dq, int64_t rows, double *size, double *bias)
+{
+    *size = *bias = 0;
+    for (int64_t i = 0; i < rows; i++) {
+        *size += fabs((double)bf16_to_float(dq[i * D]));
+        *bias += (double)bf16_to_float(dq[i * D]);
+    }
+}
+
+static void test_row_leak(void **state)
+{
+    for (int i = 0; i < 4; i++) {
+        struct attention_shape s = {1, 700, 8, 2, D, true, 0.0883883f};
+        struct attention_recipe recipe = recipe_of(i / 2 == 0 ? PV_FP8 : PV_MXFP4, BWD_REPRESENTED);
+        struct attention_case c;
+        struct gpu_case g;
+        double size, bias, wanted, wanted_bias;
+        case_open(&c, &s, &recipe, i % 2 == 0 ? INPUT_GAUSS : INPUT_SINK, 11);
+        case_forward(&c);
+        for (int64_t j = 0; j < case_keys(&c); j++) {
+            c.k[j] = 0x3f80;
+        }
+        case_backward(&c);
+        gpu_case_open(&g, *state, &c, false);
+        attention_bwd_sm90(&g.call);
+        struct gradients y = fetch(&g);
+        leak_of(y.dq, s.heads * s.tokens, &size, &bias);
+        leak_of(c.dq, s.heads * s.tokens, &wanted, &wanted_bias);
+        print_message("%s %s: sum of |leak| %.3e (reference %.3e), sum %.2e (%.2e)\n", pv_format_names[recipe.pv],
+                      i % 2 == 0 ? "gauss" : "sink", size, wanted, bias, wanted_bias);
+        assert_true(fabs(size / wanted - 1) < 0.1);
+        assert_true(fabs(bias - wanted_bias) < 0.1 * wanted);
+        gradients_free(&y);
+        gpu_case_close(&g);
+        case_close(&c);
+    }
+}
+
 /* More blocks of keys than the GPU runs at a time, so that ordered sums wait: two ordered runs with equal bits, and
  * close to the unordered one. Any output and LSE2 will do. */
 static void test_many_blocks(void **state)
@@ -415,9 +456,9 @@ static int close_gpu(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_bf16_lengths), cmocka_unit_test(test_bf16_heads), cmocka_unit_test(test_bf16_inputs),
-        cmocka_unit_test(test_fp8_lengths),  cmocka_unit_test(test_fp8_inputs), cmocka_unit_test(test_mxfp4),
-        cmocka_unit_test(test_many_blocks),
+        cmocka_unit_test(test_bf16_lengths), cmocka_unit_test(test_bf16_heads),  cmocka_unit_test(test_bf16_inputs),
+        cmocka_unit_test(test_fp8_lengths),  cmocka_unit_test(test_fp8_inputs),  cmocka_unit_test(test_mxfp4),
+        cmocka_unit_test(test_row_leak),     cmocka_unit_test(test_many_blocks),
     };
     return cmocka_run_group_tests(tests, open_gpu, close_gpu);
 }

@@ -1,0 +1,177 @@
+/* bench: the attention backward of the variant sm90 in TF/s: 10 B H T^2 D operations, half if causal; the whole call,
+ * with everything published. Usage: attention_bwd_cuda [runs [causal]], with the second only causal shapes. One line a
+ * shape and recipe, dQ summed in any order and in one order; medians of CUDA events; the saved state is that of the
+ * forward on random inputs. */
+#include "attention/attention_bwd_sm90.h"
+#include "attention/attention_sm90.h"
+#include "core/cuda.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+enum { RUNS_MAX = 100, D = 128, HEADS = 32, KV_HEADS = 8 };
+
+static void must(enum status status)
+{
+    if (status != OK) {
+        fprintf(stderr, "attention_bwd_cuda: %s\n", status_last_message());
+        exit(1);
+    }
+}
+
+static void *device_array(size_t bytes)
+{
+    void *p;
+    must(cuda_alloc(&p, bytes > 0 ? bytes : 1, "bench"));
+    return p;
+}
+
+/* n values of about a normal distribution times scale, in BF16: the sum of four uniform ones. */
+static bf16 *draw(const struct cuda *cuda, int64_t n, uint64_t seed, float scale)
+{
+    bf16 *host = malloc((size_t)n * sizeof(bf16));
+    bf16 *device = device_array((size_t)n * sizeof(bf16));
+    for (int64_t i = 0; i < n; i++) {
+        uint64_t x = (seed + (uint64_t)i) * 0x9E3779B97F4A7C15u;
+        x = (x ^ (x >> 29)) * 0xBF58476D1CE4E5B9u;
+        x ^= x >> 32;
+        float sum = 0;
+        for (int k = 0; k < 4; k++) {
+            sum += (float)(x >> (16 * k) & 0xffff) * 0x1p-16f - 0.5f;
+        }
+        host[i] = bf16_from_float(sum * 1.7320508f * scale);
+    }
+    cuda_upload(cuda, device, host, (size_t)n * sizeof(bf16));
+    must(cuda_sync(cuda, "upload"));
+    free(host);
+    return device;
+}
+
+static int by_value(const void *a, const void *b)
+{
+    double x = *(const double *)a;
+    double y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static struct head_view view_of(bf16 *data, const struct attention_shape *s, int64_t heads)
+{
+    return (struct head_view){data, s->tokens * heads * D, heads * D, D};
+}
+
+static double backward_ms(struct cuda *cuda, const struct attention_bwd *call, int runs)
+{
+    struct cuda_event *from;
+    struct cuda_event *to;
+    double ms[RUNS_MAX];
+    must(cuda_event_open(&from));
+    must(cuda_event_open(&to));
+    for (int i = -2; i < runs; i++) {
+        cuda_event_record(cuda, from);
+        attention_bwd_sm90(call);
+        cuda_event_record(cuda, to);
+        must(cuda_sync(cuda, "bench"));
+        if (i >= 0) {
+            ms[i] = cuda_event_ms(from, to);
+        }
+    }
+    cuda_event_close(from);
+    cuda_event_close(to);
+    qsort(ms, (size_t)runs, sizeof *ms, by_value);
+    return ms[runs / 2];
+}
+
+/* The inputs of one shape, on the device. */
+struct inputs {
+    bf16 *q, *k, *v, *out, *dout, *dq, *dk, *dv;
+    float *lse;
+};
+
+static void bench_recipe(struct cuda *cuda, const struct attention_shape *s, const struct inputs *x,
+                         const struct attention_recipe *recipe, int runs)
+{
+    void *saved = device_array(attention_variant_sm90.saved_bytes(s, recipe));
+    void *scratch = device_array(attention_variant_sm90.scratch_bytes(s, recipe));
+    struct attention_fwd fwd = {.cuda = cuda, .shape = *s, .recipe = recipe, .lse_log2 = x->lse, .saved = saved};
+    struct attention_bwd bwd = {.cuda = cuda, .shape = *s, .recipe = recipe, .lse_log2 = x->lse, .saved = saved};
+    fwd.q = bwd.q = view_of(x->q, s, HEADS);
+    fwd.k = bwd.k = view_of(x->k, s, KV_HEADS);
+    fwd.v = bwd.v = view_of(x->v, s, KV_HEADS);
+    fwd.out = bwd.out = view_of(x->out, s, HEADS);
+    bwd.dout = view_of(x->dout, s, HEADS);
+    bwd.dq = view_of(x->dq, s, HEADS);
+    bwd.dk = view_of(x->dk, s, KV_HEADS);
+    bwd.dv = view_of(x->dv, s, KV_HEADS);
+    fwd.scratch = bwd.scratch = scratch;
+    attention_fwd_sm90(&fwd);
+    bwd.unordered = true;
+    double any = backward_ms(cuda, &bwd, runs);
+    bwd.unordered = false;
+    double one = backward_ms(cuda, &bwd, runs);
+    double T = (double)s->tokens;
+    double operations = 10.0 * (double)s->batch * HEADS * T * T * D * (s->causal ? 0.5 : 1.0) * 1e-9;
+    printf("bwd B%d T%-5d %-6s %-10s %-5s %-12s: any order %7.3f ms %5.0f TF/s; in order %7.3f ms %5.0f TF/s\n",
+           (int)s->batch, (int)s->tokens, s->causal ? "causal" : "full", qk_format_names[recipe->qk],
+           pv_format_names[recipe->pv], backward_preset_names[recipe->backward], any, operations / any, one,
+           operations / one);
+    fflush(stdout);
+    cuda_free(saved);
+    cuda_free(scratch);
+}
+
+static void bench_shape(struct cuda *cuda, const struct attention_shape *s, int runs)
+{
+    static const struct {
+        enum qk_format qk;
+        enum pv_format pv;
+        enum backward_preset backward;
+    } routes[] = {
+        {QK_BF16, PV_BF16, BWD_BF16},
+        {QK_NVFP4, PV_FP8, BWD_REPRESENTED},
+        {QK_NVFP4, PV_FP8, BWD_SAVED_OUTPUT},
+        {QK_NVFP4, PV_MXFP4, BWD_REPRESENTED},
+        {QK_NVFP4_E4M3, PV_FP8, BWD_REPRESENTED},
+        {QK_NVFP4_E4M3, PV_MXFP4, BWD_REPRESENTED},
+    };
+    int64_t queries = s->batch * s->tokens * HEADS * D;
+    int64_t keys = s->batch * s->tokens * KV_HEADS * D;
+    struct inputs x = {
+        .q = draw(cuda, queries, 1, 1),
+        .k = draw(cuda, keys, 2, 1),
+        .v = draw(cuda, keys, 3, 1),
+        .dout = draw(cuda, queries, 4, 0x1p-10f),
+        .out = device_array((size_t)queries * sizeof(bf16)),
+        .dq = device_array((size_t)queries * sizeof(bf16)),
+        .dk = device_array((size_t)keys * sizeof(bf16)),
+        .dv = device_array((size_t)keys * sizeof(bf16)),
+        .lse = device_array((size_t)(s->batch * HEADS * s->tokens) * sizeof(float)),
+    };
+    for (size_t i = 0; i < sizeof routes / sizeof *routes; i++) {
+        struct attention_recipe recipe = attention_recipe_bf16();
+        recipe.qk = routes[i].qk;
+        recipe.pv = routes[i].pv;
+        attention_recipe_preset(&recipe, routes[i].backward);
+        bench_recipe(cuda, s, &x, &recipe, runs);
+    }
+    void *all[] = {x.q, x.k, x.v, x.dout, x.out, x.dq, x.dk, x.dv, x.lse};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        cuda_free(all[i]);
+    }
+}
+
+int main(int argc, char **argv)
+{
+    static const int64_t shapes[][2] = {{4, 4096}, {2, 8192}, {1, 16384}, {1, 32768}};
+    int runs = argc > 1 ? atoi(argv[1]) : 10;
+    struct cuda *cuda;
+    runs = runs < 1 ? 1 : runs > RUNS_MAX ? RUNS_MAX : runs;
+    must(cuda_open(&cuda, 0));
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+        for (int causal = 1; causal >= (argc > 2); causal--) {
+            struct attention_shape s = {shapes[i][0], shapes[i][1], HEADS, KV_HEADS, D, causal == 1, 0.08838834764f};
+            bench_shape(cuda, &s, runs);
+        }
+    }
+    cuda_close(cuda);
+    return 0;
+}
