@@ -1,16 +1,9 @@
 /* attention: from scores to represented probabilities on the GPU (docs/numerics.md, section 5 step 3): a block of 32
- * keys of one row, spread over a few lanes of a warp. The arithmetic of attention_cpu_probability.c, operation for
- * operation: equal scores give equal codes. Included by the kernels of both passes and by tests. */
+ * keys of one row, spread over a few lanes of a warp. Equal scores give the codes of attention_cpu_probability.c.
+ * Included by the kernels of both passes. */
 #pragma once
 
-#include "core/cuda.cuh"
-
-extern "C" {
-#include "attention/attention_cuda.h"
-#include "numerics/formats.h"
-}
-
-#include <cuda_fp16.h>
+#include "attention/probability_values_cuda.cuh"
 
 /* ---- how a block of 32 keys of one row lies in a warp; lane = 4 g + c ------------------------------------- */
 
@@ -84,90 +77,7 @@ static inline struct p_rule p_rule_of(const struct attention_recipe *recipe, boo
     return rule;
 }
 
-/* ---- powers of two ---------------------------------------------------------------------------------------- */
-
-/* 2^e for an integer e; below -126 zero, above 127 Inf; NaN gives zero. */
-__device__ __forceinline__ float p_pow2(float e)
-{
-    e = fminf(fmaxf(e, -127.0f), 128.0f);
-    return __uint_as_float((uint32_t)((int)e + 127) << 23);
-}
-
-/* 2^f for |f| <= 1/2: the polynomial of the CPU reference. */
-__device__ __forceinline__ float p_exp2_fraction(float f)
-{
-    float p = 0x1.44138ap-13f;
-    p = __fmaf_rn(p, f, 0x1.5f0890p-10f);
-    p = __fmaf_rn(p, f, 0x1.3b2a54p-7f);
-    p = __fmaf_rn(p, f, 0x1.c6af6cp-5f);
-    p = __fmaf_rn(p, f, 0x1.ebfbe0p-3f);
-    p = __fmaf_rn(p, f, 0x1.62e430p-1f);
-    return __fmaf_rn(p, f, 1.0f);
-}
-
-/* 2^(t + shift) for an integer shift. */
-__device__ __forceinline__ float p_exp2(float t, float shift)
-{
-    const float k = rintf(t);
-    return __fmul_rn(p_exp2_fraction(__fsub_rn(t, k)), p_pow2(__fadd_rn(k, shift)));
-}
-
-/* max that keeps NaN */
-__device__ __forceinline__ float p_max_nan(float x, float y)
-{
-    float m;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(x), "f"(y));
-    return m;
-}
-
-/* p_exp2 of n values with one shift, the same bits, for t + shift < 128 (but for t = -inf: 0, not NaN). Adding 1.5 2^23
- * rounds to an integer and leaves it in the low bits, which is faster than conversions; that needs |t| < 2^22, so a far
- * shift is taken off first (exactly: what it meets is as far, or lies outside the range that matters). y may be t. */
-template <int N> __device__ __forceinline__ void p_exp2_row(const float *t, float shift, float *y)
-{
-    constexpr float MAGIC = 0x1.8p23f;
-    constexpr int MAGIC_BITS = 0x4b400000;
-    float x[N];
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-        x[i] = t[i];
-    }
-    if (fabsf(shift) >= 0x1p21f) {
-#pragma unroll
-        for (int i = 0; i < N; i++) {
-            x[i] = __fadd_rn(x[i], shift);
-        }
-        shift = 0.0f;
-    }
-    const float low = -127.0f - shift; /* beyond: 0 */
-    const int bias = ((int)shift + 127 - MAGIC_BITS) << 23;
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-        const float u = p_max_nan(x[i], low), r = __fadd_rn(u, MAGIC);
-        const float p = p_exp2_fraction(__fsub_rn(u, __fsub_rn(r, MAGIC)));
-        y[i] = __fmul_rn(p, __uint_as_float(((uint32_t)__float_as_int(r) << 23) + (uint32_t)bias));
-    }
-}
-
-/* The hardware's 2^x, within 2^-22: for values that are no codes. */
-__device__ __forceinline__ float p_exp2_fast(float x)
-{
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-/* E4M3 of two non-negative values, decoded. */
-__device__ __forceinline__ void p_e4m3_pair(float *x)
-{
-    uint16_t codes;
-    uint32_t halves;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(x[1]), "f"(x[0]));
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
-    const float2 pair = __half22float2(*reinterpret_cast<const __half2 *>(&halves));
-    x[0] = pair.x;
-    x[1] = pair.y;
-}
+/* ---- anchors and maxima ----------------------------------------------------------------------------------- */
 
 /* ceil(max) for anchor = row; 0; or the paper's lifted reference. */
 __device__ __forceinline__ float p_anchor_of(const p_rule &rule, float max)
@@ -178,8 +88,6 @@ __device__ __forceinline__ float p_anchor_of(const p_rule &rule, float max)
     const float up = ceilf(max);
     return rule.anchor == ANCHOR_ROW ? up : __fadd_rn(up, 110.0f) - (rule.amplitude ? 0.0f : 2.0f);
 }
-
-/* ---- maxima ----------------------------------------------------------------------------------------------- */
 
 /* Largest scores of a block and of its halves, in all lanes of the row. Halves are made for PV with blocks of 16. NaN
  * is passed over: callers see it by magnitudes. */
@@ -208,56 +116,7 @@ template <enum pv_format PV, class KEYS> __device__ __forceinline__ p_max p_bloc
     return m;
 }
 
-/* ---- producers: E2M1(2^x) as values ----------------------------------------------------------------------- */
-
-/* 1 or 0: one instruction, where a selection takes two. */
-__device__ __forceinline__ float p_at_least(float x, float y)
-{
-    float f;
-    asm("set.ge.f32.f32 %0, %1, %2;" : "=f"(f) : "f"(x), "f"(y));
-    return f;
-}
-
-__device__ __forceinline__ float p_above(float x, float y)
-{
-    float f;
-    asm("set.gt.f32.f32 %0, %1, %2;" : "=f"(f) : "f"(x), "f"(y));
-    return f;
-}
-
-/* Twice the value, by the FP32 numbers x from which on 2^x rounds to the next one (docs/numerics.md, section 5). */
-__device__ __forceinline__ float p_exact_twice(float x)
-{
-    float q = p_at_least(x, -0x1.fffffep+0f) + p_at_least(x, -0x1.a8ff96p-2f);
-    q += p_at_least(x, 0x1.49a786p-2f);
-    q += p_at_least(x, 0x1.9d5dap-1f);
-    q = __fmaf_rn(2.0f, p_at_least(x, 0x1.5269e2p+0f), q);
-    q = __fmaf_rn(2.0f, p_at_least(x, 0x1.ceaedp+0f), q);
-    return __fmaf_rn(4.0f, p_at_least(x, 0x1.2934f2p+1f), q);
-}
-
-__device__ __forceinline__ float p_affine_value(float x, float a, float b)
-{
-    const float u = __fmaf_rn(a, x, b);
-    return e2m1_round(u > 0.0f ? u : 0.0f);
-}
-
-__device__ __forceinline__ float p_code_space_value(float x)
-{
-    float code = floorf(__fmaf_rn(2.0f, x, 2.37f));
-    code = fminf(fmaxf(code, 0.0f), 7.0f);
-    code = x >= -2.0f && code < 1.0f ? 1.0f : code;
-    code = x >= -0.415037f && code < 2.0f ? 2.0f : code;
-    /* Codes to values: 0 .5 1 1.5 2 3 4 6. */
-    return 0.5f * code + (code > 4.0f ? 0.5f * (code - 4.0f) : 0.0f) + (code > 6.0f ? 1.0f : 0.0f);
-}
-
-/* Which keys of block s = index mod 4 the producer `accurate` rounds exactly: pairs {s, s + 8, 4, 12} of 16. */
-__device__ __forceinline__ bool p_accurate_key(int key, int64_t block)
-{
-    const int pair = key / 2, s = (int)(block & 3);
-    return pair == s || pair == s + 8 || pair == 4 || pair == 12;
-}
+/* ---- one block of 32 keys of one row: scores in, represented P times the unit out ------------------------- */
 
 /* x in, values times 1 / grid out; returns grid. The switch is outside the loops: the recipe is the same for all. */
 template <class KEYS> __device__ __forceinline__ float p_produce(const p_rule &rule, int64_t block, float *x)
@@ -293,9 +152,7 @@ template <class KEYS> __device__ __forceinline__ float p_produce(const p_rule &r
     return 1.0f;
 }
 
-/* ---- one block of 32 keys of one row: scores in, represented P times the unit out ------------------------- */
-
-/* E4M3(2^(t + lift)) 2^-lift times the unit; RAW: times 2^lift. `exact`: 2^t, if EXACT. */
+/* E4M3(2^(t + lift)) 2^-lift times the unit; RAW: times 2^lift. `exact`: 2^t (RAW: times 2^lift), if EXACT. */
 template <class KEYS, bool EXACT, bool RAW>
 __device__ __forceinline__ void p_fp8_block(const p_rule &rule, float reference, float *t, float *exact)
 {
@@ -304,7 +161,7 @@ __device__ __forceinline__ void p_fp8_block(const p_rule &rule, float reference,
     p_exp2_row<KEYS::N>(t, lift - reference, t);
 #pragma unroll
     for (int i = 0; EXACT && i < KEYS::N; i++) {
-        exact[i] = __fmul_rn(t[i], down);
+        exact[i] = RAW ? t[i] : __fmul_rn(t[i], down);
     }
 #pragma unroll
     for (int i = 0; i < KEYS::N; i += 2) {
@@ -339,24 +196,6 @@ __device__ __forceinline__ void p_mxfp4_block(const p_rule &rule, float referenc
     for (int i = 0; i < KEYS::N; i++) {
         t[i] = __fmul_rn(t[i], scale);
     }
-}
-
-/* Twice E2M1(p / s) for p >= 0: p is compared with boundaries times s, which are exact. */
-__device__ __forceinline__ float p_quotient_twice(float p, const float *boundary)
-{
-    float q = p_above(p, boundary[0]) + p_at_least(p, boundary[1]);
-    q += p_above(p, boundary[2]);
-    q += p_at_least(p, boundary[3]);
-    q = __fmaf_rn(2.0f, p_above(p, boundary[4]), q);
-    q = __fmaf_rn(2.0f, p_at_least(p, boundary[5]), q);
-    return __fmaf_rn(4.0f, p_above(p, boundary[6]), q);
-}
-
-/* x / 6, correctly rounded for normal x (tried on every mantissa). */
-__device__ __forceinline__ float p_sixth(float x)
-{
-    const float q = __fmul_rn(x, 1.0f / 6.0f);
-    return __fmaf_rn(__fmaf_rn(-6.0f, q, x), 1.0f / 6.0f, q);
 }
 
 template <bool WIDE, class KEYS, bool EXACT>
@@ -415,7 +254,7 @@ template <class KEYS> __device__ __forceinline__ float p_bf16_block(float refere
  *   anchor     the forward's (decides where a block exponent underflows: MXFP4 only)
  *   key0       absolute position of the first key, a multiple of 32
  *   exact      KEYS::N values, only if EXACT (no pv = bf16): 2^(t - reference) before any rounding
- * RAW, for pv = fp8: P times 2^8 (rebuilt: 2^7) instead, which saves a product.
+ * RAW, for pv = fp8: P and `exact` times 2^8 (rebuilt: 2^7) instead, which saves products.
  * Returns the lane's part of the normaliser: the sum of its P (pv = bf16: before their rounding). */
 template <enum pv_format PV, class KEYS, bool EXACT = false, bool RAW = false>
 __device__ __forceinline__ float p_block_publish(const p_rule &rule, float reference, float anchor, int64_t key0,
