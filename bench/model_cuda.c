@@ -240,7 +240,8 @@ static enum status open_model(struct bench *b, const char *variant)
                                     .heads = c->heads,
                                     .kv_heads = c->kv_heads,
                                     .head_dim = c->head_dim,
-                                    .causal = true};
+                                    .causal = true,
+                                    .softmax_scale = 1 / sqrtf((float)c->head_dim)};
     struct model *throw_away;
     TRY(attention_choose(&shape, &b->options.attention, DEVICE_CUDA, variant, &b->options.variant));
     TRY(param_list_open(&b->params, c));

@@ -91,6 +91,10 @@ void model_backward(struct model *model, const struct model_backward *b);
  * those of the model_backward that follows. grads NULL: evaluation only, nothing is kept. */
 void model_forward_cuda(struct model *model, const struct model_batch *batch, void *grads, bool accumulate);
 
+/* Whether later calls observe attention (they do until told otherwise): kernels without statistics are faster. A graph
+ * keeps what it was captured with. */
+void model_observe(struct model *model, bool observe);
+
 /* Losses of the last forward by sample, device memory (B), overwritten by the next one. */
 struct model_loss_row {
     double loss_sum;
@@ -102,6 +106,10 @@ const struct model_loss_row *model_losses(const struct model *model);
  * values of `accumulate`, not captured, so that the algorithm of each product is chosen by timing it. Leaves gradients
  * and losses undefined and the statistics zero; waits. */
 MUST_CHECK enum status model_warm_up(struct model *model, void *grads);
+
+/* Whether calls enqueued from here on gather statistics of attention: yes at first. A variant may have slower code for
+ * that (sm90 does). A captured graph keeps what held when it was captured. */
+void model_count_stats(struct model *model, bool on);
 
 /* ---- both ---- */
 

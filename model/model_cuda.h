@@ -62,6 +62,7 @@ struct model_cuda {
 
     void *grads; /* of the last forward: backward must be asked for the same */
     bool accumulate;
+    bool uncounted; /* no statistics */
 };
 
 /* One call: the shape, and where gradients go. */
@@ -86,6 +87,12 @@ static inline float *model_amax_cuda(const struct model *m, int layer, enum proj
 {
     int64_t at = ((int64_t)of_dy * m->config.layers + layer) * PROJECTIONS + p;
     return m->layers[layer].linear[p].format == LINEAR_BF16 ? NULL : m->gpu->amax + at;
+}
+
+/* Where attention adds its statistics, or NULL. */
+static inline struct attention_stats *model_stats_cuda(const struct model *m, int layer)
+{
+    return m->gpu->uncounted ? NULL : &m->stats[layer];
 }
 
 /* Operators of a layer, shared by forward and backward, which recomputes: `again`, what was counted and measured in

@@ -254,6 +254,11 @@ static void stats_reset_cuda(struct model *m)
     cuda_zero(m->options.cuda, m->stats, (size_t)m->config.layers * sizeof *m->stats);
 }
 
+void model_count_stats(struct model *m, bool on)
+{
+    m->gpu->uncounted = !on;
+}
+
 static void logits_cuda(struct model *m, int64_t first_row, int64_t rows, float *logits)
 {
     const struct model_config *c = &m->config;

@@ -5,6 +5,8 @@
 
 #include "tests/gpu.h"
 
+#include <math.h>
+
 bool gpu_fixture_open(struct gpu_fixture *f, struct cuda *cuda, const struct model_config *config,
                       const struct model_options *options)
 {
@@ -19,7 +21,8 @@ bool gpu_fixture_open(struct gpu_fixture *f, struct cuda *cuda, const struct mod
                                     .heads = config->heads,
                                     .kv_heads = config->kv_heads,
                                     .head_dim = config->head_dim,
-                                    .causal = true};
+                                    .causal = true,
+                                    .softmax_scale = 1 / sqrtf((float)config->head_dim)};
     if (!options->variant &&
         attention_choose(&shape, &options->attention, DEVICE_CUDA, "auto", &f->options.variant) != OK) {
         return false;
