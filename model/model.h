@@ -91,10 +91,6 @@ void model_backward(struct model *model, const struct model_backward *b);
  * those of the model_backward that follows. grads NULL: evaluation only, nothing is kept. */
 void model_forward_cuda(struct model *model, const struct model_batch *batch, void *grads, bool accumulate);
 
-/* Whether later calls observe attention (they do until told otherwise): kernels without statistics are faster. A graph
- * keeps what it was captured with. */
-void model_observe(struct model *model, bool observe);
-
 /* Losses of the last forward by sample, device memory (B), overwritten by the next one. */
 struct model_loss_row {
     double loss_sum;
@@ -120,6 +116,10 @@ void model_logits(struct model *model, int64_t first_row, int64_t rows, float *l
  * the reset is enqueued. Recomputed forwards are not counted again. */
 const struct attention_stats *model_stats(const struct model *model);
 void model_stats_reset(struct model *model);
+
+/* CUDA: whether calls from now on make statistics; they do at first. Attention has faster kernels that make none, with
+ * other roundings: a forward and its backward take one of the two together, and bits depend on it. */
+void model_stats_enable(struct model *model, bool on);
 
 /* FLOPs of a training token, forward and backward: 6 (N - embedding) + 12 L heads head_dim T (PaLM's count; the paper's
  * 51.47 G for 8B at T 4096). A tied matrix is multiplied as the head and counts. */
