@@ -440,20 +440,21 @@ static void test_shapes(void **state)
     static const struct {
         int64_t heads, kv_heads, head_dim;
     } kinds[] = {{1, 1, 64}, {4, 1, 128}, {6, 3, 128}, {8, 1, 64}, {2, 2, 16}, {2, 1, 80}, {3, 1, 112}};
+    static const struct {
+        enum pv_format pv;
+        enum backward_preset preset;
+    } shape_routes[] = {{PV_BF16, BWD_BF16}, {PV_MXFP4, BWD_REPRESENTED}, {PV_FP8, BWD_RECENTRED}};
     for (size_t t = 0; t < sizeof tokens / sizeof *tokens; t++) {
         for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
             for (int route = 0; route < 3; route++) {
-                struct attention_recipe recipe = recipe_of(route == 0   ? PV_BF16
-                                                           : route == 1 ? PV_MXFP4
-                                                                        : PV_FP8,
-                                                           route == 0   ? BWD_BF16
-                                                           : route == 1 ? BWD_REPRESENTED
-                                                                        : BWD_RECENTRED);
+                struct attention_recipe recipe = recipe_of(shape_routes[route].pv, shape_routes[route].preset);
                 struct attention_shape shape = {
                     1 + (int64_t)(t + i) % 2,         tokens[t], kinds[i].heads, kinds[i].kv_heads, kinds[i].head_dim,
                     (t + i + (size_t)route) % 3 != 0, 0.1f};
                 struct options o = {.gap = 8 * (int64_t)(t % 3), .poison = 0x7f};
-                check(&shape, &recipe, INPUT_GAUSS, &o);
+                if (t % 4 == 0 || (t + i) % 3 == (size_t)route) { /* all routes on every fourth length */
+                    check(&shape, &recipe, INPUT_GAUSS, &o);
+                }
             }
         }
     }
