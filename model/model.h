@@ -117,10 +117,6 @@ void model_logits(struct model *model, int64_t first_row, int64_t rows, float *l
 const struct attention_stats *model_stats(const struct model *model);
 void model_stats_reset(struct model *model);
 
-/* CUDA: whether calls from now on make statistics; they do at first. Attention has faster kernels that make none, with
- * other roundings: a forward and its backward take one of the two together, and bits depend on it. */
-void model_stats_enable(struct model *model, bool on);
-
 /* FLOPs of a training token, forward and backward: 6 (N - embedding) + 12 L heads head_dim T (PaLM's count; the paper's
  * 51.47 G for 8B at T 4096). A tied matrix is multiplied as the head and counts. */
 double model_flops_per_token(const struct model_config *config, const struct param_list *params, int64_t tokens);
