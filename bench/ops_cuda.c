@@ -1,6 +1,6 @@
 /* bench: the operators that memory bounds, on the GPU: GB/s of the bytes that an operator must move, beside a copy from
  * device to device in the same run, at the shapes of the 8B model.
- *   build/release/bench/ops_cuda [millions of AdamW elements]
+ *   build/release/bench/ops_cuda [millions of AdamW elements [rows|head|optimizer]]
  * A figure is the median of SAMPLES samples of at least a millisecond each. Data are random numbers, repeated every 16
  * MB. */
 #include "core/cuda.h"
@@ -468,12 +468,14 @@ static void bench_optimizer(size_t n, const char *shape)
 int main(int argc, char **argv)
 {
     const size_t millions = argc > 1 ? (size_t)atoi(argv[1]) : 1000;
+    const char *only = argc > 2 ? argv[2] : "rows head optimizer";
     char shape[32];
     must(cuda_open(&cuda, 0));
     printf("| operator | shape | MB | ms | GB/s | of copy |\n|---|---|---:|---:|---:|---:|\n");
     bench_copy((size_t)1 << 30, "1 GiB", true);
     bench_copy((size_t)128 << 20, "128 MiB", false);
-    for (int64_t rows = 4096; rows <= 16384; rows *= 4) {
+    bench_copy((size_t)32 << 20, "32 MiB", false);
+    for (int64_t rows = 4096; rows <= 16384 && strstr(only, "rows"); rows *= 4) {
         snprintf(shape, sizeof shape, "%lld x %d", (long long)rows, C);
         bench_rmsnorm(rows, 1, C, shape);
         bench_embedding(rows, shape);
@@ -483,9 +485,13 @@ int main(int argc, char **argv)
         snprintf(shape, sizeof shape, "%lld x %d", (long long)rows, F);
         bench_swiglu(rows, shape);
     }
-    bench_cross_entropy();
-    snprintf(shape, sizeof shape, "%zu M", millions);
-    bench_optimizer(millions * 1000000, shape);
+    if (strstr(only, "head")) {
+        bench_cross_entropy();
+    }
+    if (strstr(only, "optimizer")) {
+        snprintf(shape, sizeof shape, "%zu M", millions);
+        bench_optimizer(millions * 1000000, shape);
+    }
     cuda_close(cuda);
     return 0;
 }

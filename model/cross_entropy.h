@@ -50,10 +50,11 @@ void cross_entropy_bwd_cpu(const struct cross_entropy_bwd *a);
  *   dhidden    (rows, C) bf16 out, NULL: forward only
  *   dweight    (V, C) FP32 or BF16: overwritten, or added to with `accumulate`; chunks are added in order
  *   lse      -Inf in ignored rows
+ *   vocab    at most 262144
  *   loss_scale is read from on->step at run time
  *   logits, dlogits: scratch (chunk, V) fp32 and bf16 */
 struct cross_entropy_cuda {
-    int64_t rows, width, vocab, chunk; /* chunk rows at a time; width and vocab multiples of 8 */
+    int64_t rows, width, vocab, chunk; /* chunk rows at a time; width, vocab: multiples of 8 */
     const bf16 *hidden, *weight;
     const int32_t *targets;
     float *losses, *lse;

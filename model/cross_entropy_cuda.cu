@@ -2,8 +2,8 @@
  * turns a row of logits into its loss and its gradient, then the two products of backward.
  *
  * A row of the 8B vocabulary is half a megabyte. A cluster of eight blocks takes it, so that each block holds its slice
- * in registers between the sum and the gradient: the logits are read once. PTX ISA, clusters and distributed shared
- * memory. */
+ * in registers between the sum and the gradient: the logits are read once. The cluster stays for many rows; the next
+ * row is on its way to shared memory meanwhile. PTX ISA: clusters, distributed shared memory, cp.async. */
 #include "core/cuda.cuh"
 #include "model/exponential.cuh"
 
@@ -12,12 +12,9 @@ extern "C" {
 #include "model/cross_entropy.h"
 }
 
-enum {
-    CLUSTER = 8,
-    THREADS = 512,
-    HELD = 4, /* vectors of eight logits that a thread holds: 8 * 512 * 32 = 131072 logits a row; longer rows are read
-                 again for the gradient */
-};
+/* A thread holds 8 fours of logits and two blocks share a multiprocessor, for rows of up to 8 * 512 * 8 * 4 = 131072
+ * logits; longer rows, of up to 262144, take twice the registers and one block. */
+enum { CLUSTER = 8, THREADS = 512 };
 
 /* ---- the cluster ---- */
 
@@ -76,19 +73,21 @@ __device__ __forceinline__ running running_add(running r, const float *x)
     for (int i = 0; i < 8; i++) {
         max = fmaxf(max, x[i]);
     }
-    float sum = r.sum * weight_of(r.max, max);
+    const float from = max == -INFINITY ? 0.0f : max; /* as in weight_of */
+    float e[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        sum += weight_of(x[i], max);
+        e[i] = exponential_fast(x[i] - from);
     }
-    return {max, sum};
+    const float sum = ((e[0] + e[1]) + (e[2] + e[3])) + ((e[4] + e[5]) + (e[6] + e[7]));
+    return {max, r.sum * exponential_fast(r.max - from) + sum};
 }
 
-/* Joins all threads of the cluster, in a fixed tree. Ends with an arrival at the cluster's barrier: the caller waits
- * before it leaves, since others may still be reading here. */
-__device__ __forceinline__ running cluster_join(running r)
+/* Joins all threads of the cluster, in a fixed tree. `turn` alternates from call to call: who still reads the result of
+ * one call has passed before the next but one writes. */
+__device__ __forceinline__ running cluster_join(running r, int turn)
 {
-    __shared__ float part[2][THREADS / 32], whole[2], everywhere[2];
+    __shared__ float part[2][THREADS / 32], whole[2][2], everywhere[2];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     r = lanes_join<32>(r);
     if (lane == 0) {
@@ -99,116 +98,168 @@ __device__ __forceinline__ running cluster_join(running r)
     if (warp == 0) {
         r = lanes_join<THREADS / 32>({part[0][lane % (THREADS / 32)], part[1][lane % (THREADS / 32)]});
         if (lane == 0) {
-            whole[0] = r.max;
-            whole[1] = r.sum;
+            whole[turn][0] = r.max;
+            whole[turn][1] = r.sum;
         }
     }
     cluster_arrive();
     cluster_wait();
     if (warp == 0) {
-        r = lanes_join<CLUSTER>({cluster_read(&whole[0], lane % CLUSTER), cluster_read(&whole[1], lane % CLUSTER)});
+        r = lanes_join<CLUSTER>(
+            {cluster_read(&whole[turn][0], lane % CLUSTER), cluster_read(&whole[turn][1], lane % CLUSTER)});
         if (lane == 0) {
             everywhere[0] = r.max;
             everywhere[1] = r.sum;
         }
     }
     __syncthreads();
-    cluster_arrive();
     return {everywhere[0], everywhere[1]};
 }
 
 /* ---- a row ---- */
 
 struct rows {
+    int64_t rows, vocab;
     const float *logits; /* (rows, V) */
     const int32_t *targets;
     float *losses, *lse;
     bf16 *dlogits; /* (rows, V), NULL: none wanted */
-    int64_t vocab;
     const struct cuda_step *step;
 };
 
-/* Eight logits; -Inf, which adds nothing, behind the slice. */
-__device__ __forceinline__ void logits_load(float *x, const float *row, int vector, int end)
+/* Fours of logits in the slice of a block. A thread copies and uses every THREADS-th: no barrier between copy and use,
+ * and neighbours copy neighbours, so that no sector is asked for twice. */
+__host__ __device__ static inline int slice_fours(int64_t vocab)
 {
-    float4 a = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY), b = a;
-    if (vector < end) {
-        a = __ldcs(reinterpret_cast<const float4 *>(row) + 2 * vector);
-        b = __ldcs(reinterpret_cast<const float4 *>(row) + 2 * vector + 1);
-    }
-    x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w;
-    x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+    return 2 * (int)((vocab / 8 + CLUSTER - 1) / CLUSTER);
 }
 
-__device__ __forceinline__ void dlogits_store(bf16 *row, int vector, const float *x, float lse, float scale, int target)
+__device__ __forceinline__ void four_start(float4 *held, const float *from)
 {
-    float d[8];
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(held)), "l"(from)
+                 : "memory");
+}
+
+/* The gradient of logits 4 v to 4 v + 3. */
+__device__ __forceinline__ void dlogits_store(bf16 *row, int v, float4 x, float lse, float scale, int target)
+{
+    const float logits[4] = {x.x, x.y, x.z, x.w};
+    float d[4];
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-        d[i] = scale * (exponential_fast(x[i] - lse) - (8 * vector + i == target ? 1.0f : 0.0f));
+    for (int i = 0; i < 4; i++) {
+        d[i] = scale * (exponential_fast(logits[i] - lse) - (4 * v + i == target ? 1.0f : 0.0f));
     }
-    bf16x8_store(row + 8 * vector, bf16x8_pack(d));
+    __nv_bfloat162 pairs[2] = {__floats2bfloat162_rn(d[0], d[1]), __floats2bfloat162_rn(d[2], d[3])};
+    *reinterpret_cast<uint2 *>(row + 4 * (int64_t)v) = *reinterpret_cast<uint2 *>(pairs);
 }
 
+/* An ignored row: all blocks of its cluster come here, and none waits for another. */
 __device__ __forceinline__ void row_ignore(const rows &a, int64_t row, int first, int end)
 {
     if (first == 0 && threadIdx.x == 0) {
         a.losses[row] = 0.0f;
         a.lse[row] = -INFINITY;
     }
-    for (int v = first + threadIdx.x; v < end && a.dlogits != NULL; v += THREADS) {
-        bf16x8_store(a.dlogits + row * a.vocab + 8 * (int64_t)v, bf16x8{make_uint4(0, 0, 0, 0)});
+    for (int v = first + (int)threadIdx.x; v < end && a.dlogits != NULL; v += THREADS) {
+        *reinterpret_cast<uint2 *>(a.dlogits + row * a.vocab + 4 * (int64_t)v) = make_uint2(0, 0);
     }
 }
 
-static __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 2) cross_entropy_kernel(const rows a)
+/* The slice of a row on its way to `held`. A row beyond the last, or an ignored one, is nothing to wait for. */
+__device__ __forceinline__ void row_start(const rows &a, float4 *held, int64_t row, int target, int first, int n)
 {
-    const int64_t row = blockIdx.x / CLUSTER;
-    const int vectors = (int)(a.vocab / 8), slice = (vectors + CLUSTER - 1) / CLUSTER;
-    const int first = (int)(blockIdx.x % CLUSTER) * slice, end = min(first + slice, vectors);
-    const int target = a.targets[row];
-    if (target < 0) {
-        row_ignore(a, row, first, end);
-        return; /* all blocks of the cluster do */
+    if (target >= 0) {
+        const float *from = a.logits + row * a.vocab + 4 * (int64_t)first;
+        for (int i = (int)threadIdx.x; i < n; i += THREADS) {
+            four_start(held + i, from + 4 * i);
+        }
     }
-    const float *logits = a.logits + row * a.vocab;
-    const bool once = slice <= HELD * THREADS;
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
-    float x[HELD][8];
+/* Loss, log-sum-exp and gradient of a row whose slice is in x. */
+template <int HELD>
+__device__ __forceinline__ void row_finish(const rows &a, int64_t row, int target, const float4 *x, int first, int n,
+                                           int turn)
+{
+    const int lane = (int)threadIdx.x;
     running r = {-INFINITY, 0.0f};
-    for (int at = first; at < end; at += HELD * THREADS) {
 #pragma unroll
-        for (int h = 0; h < HELD; h++) {
-            logits_load(x[h], logits, at + h * THREADS + threadIdx.x, end);
-        }
-#pragma unroll
-        for (int h = 0; h < HELD; h++) {
-            r = running_add(r, x[h]);
-        }
+    for (int h = 0; h < HELD; h += 2) {
+        const float eight[8] = {x[h].x, x[h].y, x[h].z, x[h].w, x[h + 1].x, x[h + 1].y, x[h + 1].z, x[h + 1].w};
+        r = running_add(r, eight);
     }
-    r = cluster_join(r);
+    r = cluster_join(r, turn);
     const float lse = r.max + logf(r.sum);
-    if (first == 0 && threadIdx.x == 0) {
-        a.losses[row] = lse - logits[target];
+    if (first == 0 && lane == 0) {
+        a.losses[row] = lse - a.logits[row * a.vocab + target];
         a.lse[row] = lse;
     }
     if (a.dlogits != NULL) {
         const float scale = a.step->loss_scale;
-        bf16 *dlogits = a.dlogits + row * a.vocab;
-        for (int at = first; at < end; at += HELD * THREADS) {
 #pragma unroll
-            for (int h = 0; h < HELD; h++) {
-                const int vector = at + h * THREADS + threadIdx.x;
-                if (!once) {
-                    logits_load(x[h], logits, vector, end);
-                }
-                if (vector < end) {
-                    dlogits_store(dlogits, vector, x[h], lse, scale, target);
-                }
+        for (int h = 0; h < HELD; h++) {
+            if (lane + h * THREADS < n) {
+                dlogits_store(a.dlogits + row * a.vocab, first + lane + h * THREADS, x[h], lse, scale, target);
             }
         }
     }
+}
+
+/* Cluster k of n takes rows k, k + n, ... Every row's bits are its own. */
+template <int HELD, int BLOCKS>
+static __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, BLOCKS)
+    cross_entropy_kernel(const rows a)
+{
+    extern __shared__ float4 held[];
+    const int64_t clusters = gridDim.x / CLUSTER;
+    const int first = (int)(blockIdx.x % CLUSTER) * slice_fours(a.vocab), lane = (int)threadIdx.x;
+    const int end = min(first + slice_fours(a.vocab), (int)(a.vocab / 4)), n = end - first;
+    int64_t row = blockIdx.x / CLUSTER;
+    int target = row < a.rows ? a.targets[row] : -1, turn = 0;
+    row_start(a, held, row, target, first, n);
+    while (row < a.rows) {
+        const int64_t next = row + clusters;
+        const int next_target = next < a.rows ? a.targets[next] : -1;
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
+        float4 x[HELD];
+#pragma unroll
+        for (int h = 0; h < HELD; h++) { /* what this thread copied itself; -Inf adds nothing */
+            const int i = lane + h * THREADS;
+            x[h] = i < n ? held[i] : make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
+        }
+        row_start(a, held, next, next_target, first, n);
+        if (target < 0) { /* for all blocks of the cluster */
+            row_ignore(a, row, first, end);
+        } else {
+            row_finish<HELD>(a, row, target, x, first, n, turn);
+            turn ^= 1;
+        }
+        row = next;
+        target = next_target;
+    }
+    cluster_arrive(); /* nobody leaves while others read its shared memory */
     cluster_wait();
+}
+
+template <int HELD, int BLOCKS> static void rows_launch(const rows &a, const cuda *on)
+{
+    auto kernel = cross_entropy_kernel<HELD, BLOCKS>;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(CLUSTER);
+    config.blockDim = dim3(THREADS);
+    config.dynamicSmemBytes = (size_t)slice_fours(a.vocab) * sizeof(float4);
+    config.stream = on->stream;
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, HELD * THREADS * (int)sizeof(float4));
+    int clusters = 0; /* that the device runs at a time */
+    cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+    if (error != cudaSuccess || clusters == 0) {
+        cuda_note(on, "cross_entropy: clusters", (int)(error != cudaSuccess ? error : cudaErrorInvalidConfiguration));
+        return;
+    }
+    const int64_t wanted = a.rows < clusters ? a.rows : clusters;
+    kernel<<<(unsigned int)(wanted * CLUSTER), THREADS, config.dynamicSmemBytes, on->stream>>>(a);
+    cuda_launched(on, "cross_entropy");
 }
 
 /* ---- the products ---- */
@@ -251,17 +302,21 @@ static void dweight_make(const struct cross_entropy_cuda *a, int64_t r0, int64_t
 void cross_entropy_cuda(const struct cross_entropy_cuda *a, const cuda *on)
 {
     ASSERT(a->chunk > 0 && a->width % 8 == 0 && a->vocab % 8 == 0 && a->vocab < INT32_MAX);
-    ASSERT(a->chunk * CLUSTER < INT32_MAX && (a->dhidden == NULL || (a->dlogits != NULL && a->dweight != NULL)));
+    ASSERT(slice_fours(a->vocab) <= 16 * THREADS);
+    ASSERT(a->dhidden == NULL || (a->dlogits != NULL && a->dweight != NULL));
     for (int64_t r0 = 0; r0 < a->rows; r0 += a->chunk) {
         const int64_t n = a->rows - r0 < a->chunk ? a->rows - r0 : a->chunk;
         rows r = {};
+        r.rows = n, r.vocab = a->vocab;
         r.logits = a->logits, r.targets = a->targets + r0, r.losses = a->losses + r0, r.lse = a->lse + r0;
         r.dlogits = a->dhidden != NULL ? a->dlogits : NULL;
-        r.vocab = a->vocab;
         r.step = on->step;
         logits_make(a, r0, n, on);
-        cross_entropy_kernel<<<(unsigned int)(n * CLUSTER), THREADS, 0, on->stream>>>(r);
-        cuda_launched(on, "cross_entropy");
+        if (slice_fours(a->vocab) <= 8 * THREADS) {
+            rows_launch<8, 2>(r, on);
+        } else {
+            rows_launch<16, 1>(r, on);
+        }
         if (a->dhidden != NULL) {
             dhidden_make(a, r0, n, on);
             dweight_make(a, r0, n, on);

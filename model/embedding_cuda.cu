@@ -14,7 +14,9 @@ enum {
     THREADS = 256,
     SHORT_LIST = 4,     /* lists up to here are summed by blocks of THREADS with few registers; most are of one place */
     LONG_THREADS = 64,  /* of a block that sums a longer one: 512 columns, so that a frequent token has many blocks */
-    LONG_AHEAD = 16,    /* rows of a longer one on their way at a time */
+    LONG_GROUP = 8,     /* rows of a longer one that are copied together ... */
+    LONG_STEPS = 6,     /* ... in so many groups, one of them in use: 48 KB */
+    LONG_BLOCKS = 132,  /* take the longer lists in turn; changes no bit */
     SORT_BLOCKS = 1056, /* eight a multiprocessor of 132; changes no bit */
     SORT_WARP = 32,     /* longest list that a warp sorts */
     SORT_BLOCK = 2048,  /* longest list that a block sorts; of longer ones it looks through all tokens again */
@@ -22,7 +24,7 @@ enum {
 
 /* The places of one token. */
 struct bucket {
-    int32_t token, first, length; /* places[first .. first + length - 1] */
+    int32_t token, first, length; /* places[first .. first + length - 1]; of a single place, that place itself */
 };
 
 /* Scratch, in this order: `used` and `start` are zeroed together. */
@@ -117,7 +119,8 @@ static __global__ void __launch_bounds__(THREADS) embedding_buckets_kernel(const
     const int32_t short_number = take(&l.used[1], leads && is_short),
                   long_number = take(&l.used[2], leads && !is_short);
     if (leads) {
-        *(is_short ? l.buckets + short_number : long_bucket(l, long_number)) = {token, first, length};
+        *(is_short ? l.buckets + short_number : long_bucket(l, long_number)) = {token, length == 1 ? (int32_t)t : first,
+                                                                                length};
         l.start[token] = first;
     }
 }
@@ -146,17 +149,18 @@ __device__ __forceinline__ void sort_in_warp(int32_t *places, int length)
 
 __device__ __forceinline__ void sort_in_block(int32_t *places, int length)
 {
-    __shared__ int32_t copy[SORT_BLOCK];
+    __shared__ __align__(16) int32_t copy[SORT_BLOCK + 4];
     __syncthreads(); /* an earlier list may still be read */
-    for (int i = threadIdx.x; i < length; i += THREADS) {
-        copy[i] = places[i];
+    for (int i = threadIdx.x; i < length + 4; i += THREADS) {
+        copy[i] = i < length ? places[i] : INT32_MAX; /* read in fours */
     }
     __syncthreads();
     for (int i = threadIdx.x; i < length; i += THREADS) {
         const int32_t place = copy[i];
         int rank = 0;
-        for (int k = 0; k < length; k++) {
-            rank += copy[k] < place;
+        for (int k = 0; k < length; k += 4) {
+            const int4 four = *reinterpret_cast<const int4 *>(copy + k);
+            rank += (four.x < place) + (four.y < place) + (four.z < place) + (four.w < place);
         }
         places[rank] = place;
     }
@@ -261,7 +265,7 @@ __device__ __forceinline__ void sum_row(float *sum, bf16x8 row)
     }
 }
 
-/* A thread sums eight columns of a short list; blockIdx.y cuts the width. */
+/* A block sums 2048 columns of a short list, a thread eight of them; blockIdx.y cuts the width. */
 template <bool BF16>
 static __global__ void __launch_bounds__(THREADS)
     embedding_short_kernel(const bf16 *dout, int64_t width, void *dweight, lists l)
@@ -277,7 +281,8 @@ static __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int i = 0; i < SHORT_LIST; i++) {
         if (i < k.length) {
-            row[i] = bf16x8_load(dout + l.places[k.first + i] * width + c);
+            const int64_t place = k.length == 1 ? k.first : l.places[k.first + i];
+            row[i] = bf16x8_load(dout + place * width + c);
         }
     }
     float sum[8] = {};
@@ -290,61 +295,80 @@ static __global__ void __launch_bounds__(THREADS)
     gradient.store_sum(dweight, k.token * width + c, sum);
 }
 
-/* The same for a long list: a lane holds the places of 32 rows ahead, and LONG_AHEAD rows are on their way. */
+/* Rows of a long list come through a ring in shared memory, LONG_GROUP of them to a step, so that one block keeps many
+ * on their way. A thread reads only what it copied itself. PTX ISA, cp.async. */
+__device__ __forceinline__ void group_start(uint4 *ring, const bf16 *dout, int64_t width, int64_t column,
+                                            int32_t places, int n)
+{
+#pragma unroll
+    for (int i = 0; i < LONG_GROUP; i++) {
+        const int64_t place = __shfl_sync(0xffffffffu, places, i); /* lane i holds the place of row i */
+        if (i < n) {
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                             (uint32_t)__cvta_generic_to_shared(ring + i * LONG_THREADS)),
+                         "l"(dout + place * width + column)
+                         : "memory");
+        }
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+/* The sum of eight columns, from column c, of a long list. `here`: the thread has such columns; idle lanes shuffle on.
+ */
+__device__ __forceinline__ void long_sum(float *sum, uint4 *ring, const bf16 *dout, int64_t width, int64_t c, bool here,
+                                         const int32_t *places, int length)
+{
+    const int lane = threadIdx.x & 31, slots = LONG_STEPS * LONG_GROUP;
+    int ahead = 0;
+    for (; ahead < slots - LONG_GROUP; ahead += LONG_GROUP) {
+        group_start(ring + ahead * LONG_THREADS, dout, width, c, ahead + lane < length ? places[ahead + lane] : 0,
+                    here ? length - ahead : 0);
+    }
+    int32_t next = ahead + lane < length ? places[ahead + lane] : 0;
+    for (int first = 0; first < length; first += LONG_GROUP) {
+        const int32_t starting = next;
+        const int at = ahead;
+        ahead += LONG_GROUP;
+        next = ahead + lane < length ? places[ahead + lane] : 0;
+        group_start(ring + at % slots * LONG_THREADS, dout, width, c, starting, here ? length - at : 0);
+        asm volatile("cp.async.wait_group %0;" ::"n"(LONG_STEPS - 1) : "memory");
+#pragma unroll
+        for (int i = 0; i < LONG_GROUP; i++) {
+            if (here && first + i < length) {
+                sum_row(sum, {ring[(first % slots + i) * LONG_THREADS]});
+            }
+        }
+    }
+}
+
+/* A block sums 512 columns of long lists, a thread eight of them; blockIdx.y cuts the width. */
 template <bool BF16>
 static __global__ void __launch_bounds__(LONG_THREADS)
     embedding_long_kernel(const bf16 *dout, int64_t width, void *dweight, lists l)
 {
-    if ((int)blockIdx.x >= l.used[2]) {
-        return;
-    }
-    const bucket k = *long_bucket(l, blockIdx.x);
-    const int32_t *places = l.places + k.first;
-    const int lane = threadIdx.x & 31;
+    __shared__ uint4 ring[LONG_STEPS * LONG_GROUP * LONG_THREADS];
     const int64_t c = 8 * (blockIdx.y * (int64_t)LONG_THREADS + threadIdx.x);
-    const bool here = c < width; /* idle lanes stay for the shuffles */
-    float sum[8] = {};
-    int32_t ahead = lane < k.length ? places[lane] : 0;
-    for (int first = 0; first < k.length; first += 32) {
-        const int32_t held = ahead;
-        ahead = first + 32 + lane < k.length ? places[first + 32 + lane] : 0;
-#pragma unroll
-        for (int part = 0; part < 32; part += LONG_AHEAD) {
-            bf16x8 row[LONG_AHEAD];
-#pragma unroll
-            for (int i = 0; i < LONG_AHEAD; i++) {
-                const int64_t place = __shfl_sync(0xffffffffu, held, part + i);
-                if (here && first + part + i < k.length) {
-                    row[i] = bf16x8_load(dout + place * width + c);
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < LONG_AHEAD; i++) {
-                if (here && first + part + i < k.length) {
-                    sum_row(sum, row[i]);
-                }
-            }
+    for (int b = blockIdx.x; b < l.used[2]; b += gridDim.x) {
+        const bucket k = *long_bucket(l, b);
+        float sum[8] = {};
+        long_sum(sum, ring + threadIdx.x, dout, width, c, c < width, l.places + k.first, k.length);
+        if (c < width) {
+            gradient8<BF16> gradient;
+            gradient.load(dweight, k.token * width + c);
+            gradient.store_sum(dweight, k.token * width + c, sum);
         }
-    }
-    if (here) {
-        gradient8<BF16> gradient;
-        gradient.load(dweight, k.token * width + c);
-        gradient.store_sum(dweight, k.token * width + c, sum);
     }
 }
 
 template <bool BF16> static void sums_launch(const embedding_bwd *a, const lists &l, const cuda *on)
 {
-    const unsigned int shorts = (unsigned int)a->count,
-                       longs = (unsigned int)(a->count / (SHORT_LIST + 1)); /* at most */
-    if (longs > 0) {                                                        /* first: the longest take long */
-        embedding_long_kernel<BF16>
-            <<<dim3(longs, cuda_blocks(a->width, 8 * LONG_THREADS)), LONG_THREADS, 0, on->stream>>>(a->dout, a->width,
-                                                                                                    a->dweight, l);
-        cuda_launched(on, "embedding_long");
-    }
-    embedding_short_kernel<BF16><<<dim3(shorts, cuda_blocks(a->width, 8 * THREADS)), THREADS, 0, on->stream>>>(
-        a->dout, a->width, a->dweight, l);
+    /* Long lists first: the longest takes longest. */
+    embedding_long_kernel<BF16>
+        <<<dim3(LONG_BLOCKS, cuda_blocks(a->width, 8 * LONG_THREADS)), LONG_THREADS, 0, on->stream>>>(a->dout, a->width,
+                                                                                                      a->dweight, l);
+    cuda_launched(on, "embedding_long");
+    const dim3 blocks((unsigned int)a->count, cuda_blocks(a->width, 8 * THREADS)); /* as many lists as there may be */
+    embedding_short_kernel<BF16><<<blocks, THREADS, 0, on->stream>>>(a->dout, a->width, a->dweight, l);
     cuda_launched(on, "embedding_short");
 }
 

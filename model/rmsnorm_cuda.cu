@@ -57,28 +57,31 @@ __device__ __forceinline__ bf16x8 normalised(bf16x8 x8, float inv, bf16x8 gain8)
 
 /* A block takes an item. Registers are kept for all the threads that a multiprocessor can have: they are the loads on
  * their way. */
-template <int VECTORS>
-static __global__ void __launch_bounds__(WIDE_THREADS, VECTORS == 2 ? 4 : 2)
+template <int VECTORS, bool BRANCH>
+static __global__ void __launch_bounds__(WIDE_THREADS, VECTORS == 2 ? 3 : 2)
     rmsnorm_fwd_wide_kernel(const rmsnorm_fwd a, float inverse_width)
 {
     const int64_t row = a.groups == 1 ? blockIdx.x : blockIdx.x / (uint32_t)a.groups;
     const int64_t in_row = (blockIdx.x - row * a.groups) * a.width;
     const bf16 *from = a.x + row * a.x_stride + in_row;
-    bf16x8 x[VECTORS], branch[VECTORS];
+    bf16x8 x[VECTORS], other[VECTORS]; /* other: the branch, then the gain */
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
-        const int64_t c = 8 * (int64_t)(threadIdx.x + v * blockDim.x);
+        const int c = 8 * (int)(threadIdx.x + v * blockDim.x);
         x[v] = c < a.width ? bf16x8_load(from + c) : bf16x8_zeros();
-        branch[v] = c < a.width && a.branch != NULL ? bf16x8_load(a.branch + row * a.width + c) : bf16x8_zeros();
+        if (BRANCH) {
+            other[v] = c < a.width ? bf16x8_load(a.branch + row * a.width + c) : bf16x8_zeros();
+        }
     }
     float squares = 0.0f;
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
-        const int64_t c = 8 * (int64_t)(threadIdx.x + v * blockDim.x);
-        if (a.branch != NULL) { /* what is kept is what is normalised */
-            x[v] = branch_join(x[v], branch[v], a.sum + row * a.x_stride + c, c < a.width);
+        const int c = 8 * (int)(threadIdx.x + v * blockDim.x);
+        if (BRANCH) { /* what is kept is what is normalised */
+            x[v] = branch_join(x[v], other[v], a.sum + row * a.x_stride + c, c < a.width);
         }
         squares = squares_add(squares, x[v]);
+        other[v] = c < a.width ? bf16x8_load(a.gain + c) : bf16x8_zeros();
     }
     const float inv = inverse_rms(block_sum(squares), inverse_width, a.eps);
     if (threadIdx.x == 0) {
@@ -87,9 +90,9 @@ static __global__ void __launch_bounds__(WIDE_THREADS, VECTORS == 2 ? 4 : 2)
     uint32_t max = 0;
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
-        const int64_t c = 8 * (int64_t)(threadIdx.x + v * blockDim.x);
+        const int c = 8 * (int)(threadIdx.x + v * blockDim.x);
         if (c < a.width) {
-            const bf16x8 y = normalised(x[v], inv, bf16x8_load(a.gain + c));
+            const bf16x8 y = normalised(x[v], inv, other[v]);
             bf16x8_store(a.y + row * a.y_stride + in_row + c, y);
             max = magnitude_max8(max, y);
         }
@@ -155,12 +158,12 @@ void rmsnorm_fwd_cuda(const rmsnorm_fwd *a, const cuda *on)
         const int64_t needed = (a->groups * lanes + 31) / 32 * 32;
         const int threads = needed < NARROW_THREADS ? (int)needed : (int)NARROW_THREADS;
         rmsnorm_fwd_narrow_kernel<<<(unsigned int)a->rows, threads, 0, on->stream>>>(*a, inverse_width, lanes);
-    } else if (a->width <= WIDE_THREADS * 16) {
-        const int threads = team_lanes(a->width, false, 2);
-        rmsnorm_fwd_wide_kernel<2><<<(unsigned int)items, threads, 0, on->stream>>>(*a, inverse_width);
     } else {
-        const int threads = team_lanes(a->width, false, 4);
-        rmsnorm_fwd_wide_kernel<4><<<(unsigned int)items, threads, 0, on->stream>>>(*a, inverse_width);
+        const bool two = a->width <= WIDE_THREADS * 16, branch = a->branch != NULL;
+        auto kernel = two      ? branch ? rmsnorm_fwd_wide_kernel<2, true> : rmsnorm_fwd_wide_kernel<2, false>
+                           : branch ? rmsnorm_fwd_wide_kernel<4, true>
+                               : rmsnorm_fwd_wide_kernel<4, false>;
+        kernel<<<(unsigned int)items, team_lanes(a->width, false, two ? 2 : 4), 0, on->stream>>>(*a, inverse_width);
     }
     cuda_launched(on, "rmsnorm_fwd");
 }

@@ -1,5 +1,5 @@
-/* Head and cross entropy on the GPU against the CPU functions: several chunks, ignored rows, a NaN row, a vocabulary
- * beyond what a cluster holds, both gradient types.
+/* Head and cross entropy on the GPU against the CPU functions: several chunks, ignored rows, a NaN row, vocabularies
+ * whose rows take more registers, more rows than clusters, both gradient types.
  *
  * Tolerances: FP32 logits differ in the order of sums, parts in 10^6; a dlogit then differs by at most one BF16 code
  * and rarely, so gradients agree to a relative L2 of 1e-3 (FP32 dweight) and to their own rounding in BF16, 2^-8 a
@@ -176,11 +176,17 @@ static void check_head(const struct head_case *k)
 static void test_head_agrees_with_the_cpu(void **state)
 {
     static const struct head_case cases[] = {
-        {1, 64, 320, 16, DTYPE_F32, false, false},   {5, 64, 8, 16, DTYPE_F32, false, false},
-        {37, 64, 320, 16, DTYPE_F32, false, false},  {37, 64, 320, 16, DTYPE_F32, true, false},
-        {37, 64, 320, 16, DTYPE_BF16, false, false}, {37, 64, 320, 64, DTYPE_BF16, true, false},
-        {21, 64, 1000, 32, DTYPE_F32, false, true},  {16, 128, 16392, 16, DTYPE_F32, false, false},
-        {6, 8, 131080, 4, DTYPE_F32, false, false}, /* the logits of a row are read twice */
+        {1, 64, 320, 16, DTYPE_F32, false, false},
+        {5, 64, 8, 16, DTYPE_F32, false, false},
+        {37, 64, 320, 16, DTYPE_F32, false, false},
+        {37, 64, 320, 16, DTYPE_F32, true, false},
+        {37, 64, 320, 16, DTYPE_BF16, false, false},
+        {37, 64, 320, 64, DTYPE_BF16, true, false},
+        {21, 64, 1000, 32, DTYPE_F32, false, true},
+        {16, 128, 16392, 16, DTYPE_F32, false, false},
+        {6, 8, 131080, 4, DTYPE_F32, false, false},
+        {3, 8, 262144, 4, DTYPE_F32, false, false}, /* registers for longer rows */
+        {301, 64, 320, 160, DTYPE_F32, false, false},
     };
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
