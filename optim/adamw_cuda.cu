@@ -2,9 +2,9 @@
  * moments have its bits. One kernel over the plan's blocks; every byte of the state is read once and written once.
  *
  * With BF16 moments memory can feed an element a clock and multiprocessor; divisions and roots as the compiler makes
- * them would be the limit, since each has a branch for the ends of the range. Here four elements share one branch:
- * where all their moments are sound (neither tiny nor huge), the same correctly rounded results are made without; else
- * by the intrinsics. */
+ * them would be the limit, since each has a branch for the ends of the range. Here four or eight elements share one
+ * branch: where all their moments are sound (neither tiny nor huge), the same correctly rounded results are made
+ * without; else by the intrinsics. */
 #include "core/cuda.cuh"
 #include "optim/adamw_master.cuh"
 #include "optim/adamw_plan.cuh"
@@ -176,41 +176,67 @@ static bool sound_terms(const struct adamw_terms *t)
            t->correction2 >= 0x1p-20f && t->correction2 <= 1.0f;
 }
 
-/* As compute() of adamw_cpu.c. True if the results are sound: finite, above all. */
-__device__ __forceinline__ bool quad_update(quad &q, const update &u, float decay)
+__device__ __forceinline__ float weight_of(float w, float step, float lr, float decay)
+{
+    return __fsub_rn(w, __fmul_rn(lr, __fadd_rn(step, __fmul_rn(decay, w))));
+}
+
+/* As compute() of adamw_cpu.c, for 4 QUADS elements. True if all results are sound: finite, above all. */
+template <int QUADS> __device__ __forceinline__ bool quads_update(quad *quads, const update &u, float decay)
 {
     const struct adamw_terms &t = u.terms;
-    bool all = u.sound;
+    bool sound = u.sound;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const float g = __fmul_rn(q.g[i], t.grad_scale);
-        q.m[i] = __fadd_rn(__fmul_rn(t.beta1, q.m[i]), __fmul_rn(t.rest1, g));
-        q.v[i] = __fadd_rn(__fmul_rn(t.beta2, q.v[i]), __fmul_rn(t.rest2, __fmul_rn(g, g)));
-        all = all & sound_m(q.m[i]) & sound_v(q.v[i]);
+    for (int i = 0; i < 4 * QUADS; i++) {
+        quad &q = quads[i / 4];
+        const float g = __fmul_rn(q.g[i % 4], t.grad_scale);
+        float &m = q.m[i % 4], &v = q.v[i % 4];
+        m = __fadd_rn(__fmul_rn(t.beta1, m), __fmul_rn(t.rest1, g));
+        v = __fadd_rn(__fmul_rn(t.beta2, v), __fmul_rn(t.rest2, __fmul_rn(g, g)));
+        sound = sound & sound_m(m) & sound_v(v);
     }
-    float step[4];
-    if (all) {
+    if (sound) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float root = root_sound(divide_by(q.v[i], t.correction2, u.inverse2));
-            step[i] = divide_sound(divide_by(q.m[i], t.correction1, u.inverse1), __fadd_rn(root, t.eps));
+        for (int i = 0; i < 4 * QUADS; i++) {
+            quad &q = quads[i / 4];
+            const float root = root_sound(divide_by(q.v[i % 4], t.correction2, u.inverse2));
+            const float m = divide_by(q.m[i % 4], t.correction1, u.inverse1);
+            q.w[i % 4] = weight_of(q.w[i % 4], divide_sound(m, __fadd_rn(root, t.eps)), t.lr, decay);
         }
     } else {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float root = __fsqrt_rn(__fdiv_rn(q.v[i], t.correction2));
-            step[i] = __fdiv_rn(__fdiv_rn(q.m[i], t.correction1), __fadd_rn(root, t.eps));
+        for (int i = 0; i < 4 * QUADS; i++) {
+            quad &q = quads[i / 4];
+            const float root = __fsqrt_rn(__fdiv_rn(q.v[i % 4], t.correction2));
+            const float m = __fdiv_rn(q.m[i % 4], t.correction1);
+            q.w[i % 4] = weight_of(q.w[i % 4], __fdiv_rn(m, __fadd_rn(root, t.eps)), t.lr, decay);
         }
     }
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        q.w[i] = __fsub_rn(q.w[i], __fmul_rn(t.lr, __fadd_rn(step[i], __fmul_rn(decay, q.w[i]))));
-        all = all & (fabsf(q.w[i]) <= 0x1p120f);
+    for (int i = 0; i < 4 * QUADS; i++) {
+        sound = sound & (fabsf(quads[i / 4].w[i % 4]) <= 0x1p120f);
     }
-    return all;
+    return sound;
 }
 
-/* The random words of four elements of the segment. */
+/* What a block's kernel wants of its segment, read before the first store: the compiler must assume that a store could
+ * change the table. */
+struct segment_terms {
+    float decay;
+    uint64_t offset, weights_stream, moments_stream; /* the streams for stochastic rounding only */
+};
+
+__device__ __forceinline__ segment_terms terms_of(const update &u, const plan_block &p)
+{
+    segment_terms t = {p.decays ? u.weight_decay : 0.0f, 0, 0, 0};
+    if (u.stochastic) {
+        const plan_segment *s = plan_segments(u.state.plan, u.state.blocks) + p.segment;
+        t.offset = s->offset, t.weights_stream = s->weights_stream, t.moments_stream = s->moments_stream;
+    }
+    return t;
+}
+
+/* The random words of four elements, from the element-th of the segment. */
 __device__ __forceinline__ void quad_random(uint32_t *random, const update &u, uint64_t stream, uint64_t element)
 {
     const uint4 words = philox(u.seed, stream, (uint64_t)u.number << 32 | element / 4);
@@ -224,69 +250,71 @@ __device__ __forceinline__ uint2 codes_nearest(const float *x)
 }
 
 /* bf16_from_float_sr of numerics/formats.h with the upper halves of `random`: up if the random half is below the lower
- * half of x, that is if its complement carries. A NaN must not carry. */
-__device__ __forceinline__ uint2 codes_stochastic(const float *x, const uint32_t *random, bool sound)
+ * half of x, that is if its complement carries. Only a NaN, which is not SOUND, must not carry. */
+template <bool SOUND> __device__ __forceinline__ uint2 codes_stochastic(const float *x, const uint32_t *random)
 {
     uint32_t words[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        words[i] = __float_as_uint(x[i]) + (~random[i] >> 16);
-        if (!sound) {
+        if constexpr (SOUND) {
+            words[i] = __float_as_uint(x[i]) + (~random[i] >> 16);
+        } else {
             words[i] = (uint32_t)bf16_from_float_sr(x[i], random[i]) << 16;
         }
     }
     return upper_halves(words);
 }
 
-template <bool MASTER, bool FULL>
-__device__ __forceinline__ void weights_store(const quad &q, const update &u, const plan_segment *s, uint64_t at,
-                                              uint64_t element, int n, bool sound)
+template <bool FULL, bool SOUND>
+__device__ __forceinline__ void master_store(const float *x, const update &u, uint64_t at, int n)
 {
-    uint32_t words[4];
-    if constexpr (MASTER) {
+    uint2 w, rest;
+    if constexpr (SOUND) { /* master_split of four */
+        uint32_t words[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            words[i] = __float_as_uint(q.w[i]) + 0x8000u;
+            words[i] = __float_as_uint(x[i]) + 0x8000u;
         }
-        uint2 w = upper_halves(words), rest = lower_halves(words);
+        w = upper_halves(words), rest = lower_halves(words);
         rest.x ^= 0x80008000u, rest.y ^= 0x80008000u; /* the carry's bit: the lower halves as they were */
-        if (!sound) {
-            bf16 code[4];
-            int16_t low[4];
+    } else {
+        bf16 code[4];
+        int16_t low[4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                master_split(q.w[i], &code[i], &low[i]);
-            }
-            w = make_uint2(code[0] | (uint32_t)code[1] << 16, code[2] | (uint32_t)code[3] << 16);
-            rest = make_uint2((uint16_t)low[0] | (uint32_t)(uint16_t)low[1] << 16,
-                              (uint16_t)low[2] | (uint32_t)(uint16_t)low[3] << 16);
+        for (int i = 0; i < 4; i++) {
+            master_split(x[i], &code[i], &low[i]);
         }
-        codes_store<FULL>(u.state.weights, at, n, w);
-        codes_store<FULL>(u.state.remainder, at, n, rest);
+        w = make_uint2(code[0] | (uint32_t)code[1] << 16, code[2] | (uint32_t)code[3] << 16);
+        rest = make_uint2((uint16_t)low[0] | (uint32_t)(uint16_t)low[1] << 16,
+                          (uint16_t)low[2] | (uint32_t)(uint16_t)low[3] << 16);
+    }
+    codes_store<FULL>(u.state.weights, at, n, w);
+    codes_store<FULL>(u.state.remainder, at, n, rest);
+}
+
+template <bool MASTER, bool MOMENTS_BF16, bool FULL, bool SOUND>
+__device__ __forceinline__ void quad_store(const quad &q, const update &u, const segment_terms &t, uint64_t at, int n)
+{
+    uint32_t random[4], shifted[4];
+    if constexpr (MASTER) {
+        master_store<FULL, SOUND>(q.w, u, at, n);
     } else if (u.stochastic) {
-        quad_random(words, u, s->weights_stream, element);
-        codes_store<FULL>(u.state.weights, at, n, codes_stochastic(q.w, words, sound));
+        quad_random(random, u, t.weights_stream, at - t.offset);
+        codes_store<FULL>(u.state.weights, at, n, codes_stochastic<SOUND>(q.w, random));
     } else {
         codes_store<FULL>(u.state.weights, at, n, codes_nearest(q.w));
     }
-}
-
-template <bool MOMENTS_BF16, bool FULL>
-__device__ __forceinline__ void moments_store(const quad &q, const update &u, const plan_segment *s, uint64_t at,
-                                              uint64_t element, int n, bool sound)
-{
     if constexpr (!MOMENTS_BF16) {
         floats_store<FULL>(static_cast<float *>(u.state.m), at, n, q.m);
         floats_store<FULL>(static_cast<float *>(u.state.v), at, n, q.v);
     } else if (u.stochastic) {
-        uint32_t random[4], shifted[4];
-        quad_random(random, u, s->moments_stream, element);
+        quad_random(random, u, t.moments_stream, at - t.offset);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             shifted[i] = random[i] << 16;
         }
-        codes_store<FULL>(u.state.m, at, n, codes_stochastic(q.m, shifted, sound));
-        codes_store<FULL>(u.state.v, at, n, codes_stochastic(q.v, random, sound));
+        codes_store<FULL>(u.state.m, at, n, codes_stochastic<SOUND>(q.m, shifted));
+        codes_store<FULL>(u.state.v, at, n, codes_stochastic<SOUND>(q.v, random));
     } else {
         codes_store<FULL>(u.state.m, at, n, codes_nearest(q.m));
         codes_store<FULL>(u.state.v, at, n, codes_nearest(q.v));
@@ -297,37 +325,44 @@ __device__ __forceinline__ void moments_store(const quad &q, const update &u, co
 
 /* ADAMW_QUADS groups of four a thread, `stride` elements apart, the first at `first` of the block's n elements. */
 template <bool MASTER, bool MOMENTS_BF16, bool GRADS_BF16, bool FULL>
-__device__ __forceinline__ void quads_step(const update &u, const plan_segment *s, const plan_place &p, float decay,
-                                           int first)
+__device__ __forceinline__ void quads_step(const update &u, const segment_terms &t, const plan_block &p, int first)
 {
-    quad q[ADAMW_QUADS];
+    /* With a split master there are registers for one group in the arithmetic and more blocks; measured. */
+    constexpr int together = MASTER ? 1 : ADAMW_QUADS;
     const int stride = 4 * ADAMW_THREADS;
+    quad q[ADAMW_QUADS];
 #pragma unroll
     for (int k = 0; k < ADAMW_QUADS; k++) {
         const int i = first + k * stride;
-        quad_load<MASTER, MOMENTS_BF16, GRADS_BF16, FULL>(q[k], u, p.at + i, min(p.n - i, 4));
+        quad_load<MASTER, MOMENTS_BF16, GRADS_BF16, FULL>(q[k], u, p.at + i, min((int)p.n - i, 4));
     }
 #pragma unroll
-    for (int k = 0; k < ADAMW_QUADS; k++) {
-        const int i = first + k * stride, n = min(p.n - i, 4);
-        const bool sound = quad_update(q[k], u, decay);
-        weights_store<MASTER, FULL>(q[k], u, s, p.at + i, p.element + i, n, sound);
-        moments_store<MOMENTS_BF16, FULL>(q[k], u, s, p.at + i, p.element + i, n, sound);
+    for (int k0 = 0; k0 < ADAMW_QUADS; k0 += together) {
+        const bool sound = quads_update<together>(q + k0, u, t.decay);
+#pragma unroll
+        for (int k = k0; k < k0 + together; k++) {
+            const int i = first + k * stride, n = min((int)p.n - i, 4);
+            if (sound) {
+                quad_store<MASTER, MOMENTS_BF16, FULL, true>(q[k], u, t, p.at + i, n);
+            } else {
+                quad_store<MASTER, MOMENTS_BF16, FULL, false>(q[k], u, t, p.at + i, n);
+            }
+        }
     }
 }
 
 template <bool MASTER, bool MOMENTS_BF16, bool GRADS_BF16>
-static __global__ void __launch_bounds__(ADAMW_THREADS) adamw_step_kernel(const __grid_constant__ update u)
+static __global__ void __launch_bounds__(ADAMW_THREADS, MOMENTS_BF16 ? 4 : 3)
+    adamw_step_kernel(const __grid_constant__ update u)
 {
-    const plan_place p = plan_find(u.state.plan, u.state.blocks, blockIdx.x);
-    const plan_segment *s = plan_segments(u.state.plan, u.state.blocks) + p.segment;
-    const float decay = s->decays ? u.weight_decay : 0.0f;
+    const plan_block p = plan_find(u.state.plan, blockIdx.x);
+    const segment_terms t = terms_of(u, p);
     const int round = 4 * ADAMW_THREADS * ADAMW_QUADS;
     for (int first = 0; first < p.n; first += round) {
         if (p.at % 4 == 0 && first + round <= p.n) {
-            quads_step<MASTER, MOMENTS_BF16, GRADS_BF16, true>(u, s, p, decay, first + 4 * (int)threadIdx.x);
+            quads_step<MASTER, MOMENTS_BF16, GRADS_BF16, true>(u, t, p, first + 4 * (int)threadIdx.x);
         } else {
-            quads_step<MASTER, MOMENTS_BF16, GRADS_BF16, false>(u, s, p, decay, first + 4 * (int)threadIdx.x);
+            quads_step<MASTER, MOMENTS_BF16, GRADS_BF16, false>(u, t, p, first + 4 * (int)threadIdx.x);
         }
     }
 }

@@ -12,8 +12,12 @@ struct plan_segment {
     uint64_t decays;
 };
 
-struct plan_block {
-    uint32_t segment, index; /* of the block in its segment */
+/* All that a kernel must know before its first load, in one access of 16 bytes. */
+struct __align__(16) plan_block
+{
+    uint64_t at; /* first element, in the flat arrays */
+    uint32_t segment;
+    uint16_t n, decays; /* elements; as of the segment */
 };
 
 /* In memory: the segments' table behind the blocks' table. */
@@ -22,18 +26,8 @@ __host__ __device__ __forceinline__ const plan_segment *plan_segments(const void
     return reinterpret_cast<const plan_segment *>(static_cast<const plan_block *>(plan) + blocks);
 }
 
-/* Block number `block`, with all that its kernels want to know. */
-struct plan_place {
-    uint64_t at;      /* first element, in the flat arrays */
-    uint64_t element; /* the same, in the segment */
-    int n;            /* elements */
-    uint32_t segment;
-};
-
-__device__ __forceinline__ plan_place plan_find(const void *plan, int64_t blocks, int64_t block)
+__device__ __forceinline__ plan_block plan_find(const void *plan, int64_t block)
 {
-    const plan_block b = static_cast<const plan_block *>(plan)[block];
-    const plan_segment *s = plan_segments(plan, blocks) + b.segment;
-    const uint64_t element = (uint64_t)b.index * PLAN_BLOCK, left = s->elements - element;
-    return {s->offset + element, element, left < PLAN_BLOCK ? (int)left : (int)PLAN_BLOCK, b.segment};
+    const uint4 words = static_cast<const uint4 *>(plan)[block];
+    return {(uint64_t)words.y << 32 | words.x, words.z, (uint16_t)words.w, (uint16_t)(words.w >> 16)};
 }

@@ -37,7 +37,10 @@ static __global__ void adamw_plan_kernel(void *plan, int64_t blocks)
     const plan_segment *s = plan_segments(plan, blocks) + blockIdx.y;
     const uint64_t n = (s->elements + PLAN_BLOCK - 1) / PLAN_BLOCK;
     for (uint64_t b = blockIdx.x * (uint64_t)blockDim.x + threadIdx.x; b < n; b += (uint64_t)gridDim.x * blockDim.x) {
-        static_cast<plan_block *>(plan)[s->first_block + b] = {blockIdx.y, (uint32_t)b};
+        const uint64_t left = s->elements - b * PLAN_BLOCK;
+        static_cast<plan_block *>(plan)[s->first_block + b] = {s->offset + b * PLAN_BLOCK, blockIdx.y,
+                                                               (uint16_t)(left < PLAN_BLOCK ? left : PLAN_BLOCK),
+                                                               (uint16_t)s->decays};
     }
 }
 

@@ -105,7 +105,8 @@ __device__ __forceinline__ double chains_sum(double x)
 /* Counts what is not finite in a block whose sum is not, and finds the first. All lanes of a warp call it; `look`: this
  * lane's block is one. */
 template <typename T>
-__device__ __forceinline__ void bad_count(bad *total, const T *block, const plan_place &p, int lane, bool look)
+__device__ __forceinline__ void bad_count(bad *total, const plan_segment *segments, const T *block, const plan_block &p,
+                                          int lane, bool look)
 {
     unsigned int count = 0, first = UINT32_MAX;
     for (int i = lane; look && i < p.n; i += CHAINS) {
@@ -121,7 +122,8 @@ __device__ __forceinline__ void bad_count(bad *total, const T *block, const plan
     }
     if (look && lane == 0) {
         atomicAdd(&total->count, count);
-        atomicMax(&total->first, ~((unsigned long long)p.segment << BAD_SHIFT | (p.element + first)));
+        const uint64_t element = p.at - segments[p.segment].offset + first;
+        atomicMax(&total->first, ~((unsigned long long)p.segment << BAD_SHIFT | element));
     }
 }
 
@@ -135,9 +137,9 @@ static __global__ void __launch_bounds__(32 * WARPS)
     const int warp = threadIdx.x >> 5, group = (threadIdx.x & 31) / CHAINS, lane = threadIdx.x % CHAINS;
     const int64_t number = ((int64_t)blockIdx.x * WARPS + warp) * BLOCKS_PER_WARP + group;
     T *tile_of = shared[warp][group];
-    plan_place p = {};
+    plan_block p = {};
     if (number < blocks) {
-        p = plan_find(plan, blocks, number);
+        p = plan_find(plan, number);
     }
     const T *block = static_cast<const T *>(grads) + p.at;
     const bool aligned = p.at % (16 / sizeof(T)) == 0;
@@ -165,7 +167,7 @@ static __global__ void __launch_bounds__(32 * WARPS)
     }
     const bool look = number < blocks && !isfinite(sum);
     if (__any_sync(0xffffffffu, look)) {
-        bad_count(non_finite, block, p, lane, look);
+        bad_count(non_finite, plan_segments(plan, blocks), block, p, lane, look);
     }
 }
 
