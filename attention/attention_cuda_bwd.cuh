@@ -18,13 +18,12 @@
 struct bwd_extent {
     unsigned long long norm2;
     unsigned int amax; /* NaN bits lie above those of Inf */
-    unsigned int unused;
 };
 
 /* One (batch, kv head). */
 struct bwd_unit_state {
-    struct bwd_extent dout, q, k, v, v_main; /* q, k: what the gradient views are made of */
-    float do_lift, lift;                     /* multipliers of dO and dS */
+    struct bwd_extent dout, q, k, v; /* q, k: what the gradient views are made of; v: of dP */
+    float do_lift, lift;             /* multipliers of dO and dS */
 };
 
 enum bwd_counter { DO_COUNT, DO_FLUSHED, DS_COUNT, DS_FLUSHED, DS_SATURATED, NON_FINITE, BWD_COUNTERS };
@@ -139,14 +138,6 @@ __device__ __forceinline__ float2 e4m3_round_pair(float x, float y)
 __device__ __forceinline__ float2 bf16_round_pair(float x, float y)
 {
     return __bfloat1622float2(__floats2bfloat162_rn(x, y));
-}
-
-/* 2^x within two units of 2^-24; below 2^-126 zero. */
-__device__ __forceinline__ float exp2_fast(float x)
-{
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
 }
 
 /* 2^-f of a row, f = LSE2 - floor(LSE2), rounded once: rows of few keys have f with which dO' falls on ties of E4M3,
@@ -297,7 +288,7 @@ __device__ __forceinline__ void bwd_exponentials(float (*s)[4][4], const struct 
         for (int n = 0; n < 4; n++) {
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                s[m][n][e] = exp2_fast(__fmaf_rn(c, s[m][n][e], -lse.x[2 * m + (e >> 1)]));
+                s[m][n][e] = p_exp2_fast(__fmaf_rn(c, s[m][n][e], -lse.x[2 * m + (e >> 1)]));
             }
         }
     }

@@ -12,10 +12,10 @@ __device__ __forceinline__ void bwd_rebuild_row(const struct p_rule &rule, float
     (void)p_block_publish<PV, keys_in_quad>(rule, reference, anchor, key0, max, t);
 }
 
-/* How P of dV is made: as flash attention does; rounded as the arguments say; from the codes of one format, or of any.
- * The common formats have kernels of their own: code for all of them in one kernel does not stay in the instruction
- * cache. */
-enum route { ROUTE_BF16, ROUTE_ROUNDED, ROUTE_CODES, ROUTE_CODES_FP8, ROUTE_CODES_MXFP4, ROUTE_CODES_FP4 };
+/* How P of dV is made: BF16 as flash attention does; rounded as the arguments say; from the codes of any format, or of
+ * one (`other`: all but FP8 and MXFP4). Kernels of their own, since code for all formats does not stay in the
+ * instruction cache: FP8 9.1 ms instead of 10.5 on an H200, MXFP4 10.0 instead of 11.7 (B 4, T 4096, causal). */
+enum route { ROUTE_BF16, ROUTE_ROUNDED, ROUTE_CODES, ROUTE_CODES_FP8, ROUTE_CODES_MXFP4, ROUTE_CODES_OTHER };
 
 /* The format is the same for all threads of the kernel. */
 template <enum route ROUTE>
@@ -62,7 +62,7 @@ __device__ __forceinline__ void bwd_codes(const struct bwd_args &a, float (*s)[4
             const bool visible = whole || bwd_visible(t, t.row0 + 8 * i + g, t.key0 + 8 * n + 2 * c + e);
             p[j] = visible ? __fmul_rn(a.c, s[m][n][2 * h + e]) : ATTENTION_MASKED;
             if (a.ds_exact) {
-                s[m][n][2 * h + e] = exp2_fast(p[j] - exact.x[i]);
+                s[m][n][2 * h + e] = p_exp2_fast(p[j] - exact.x[i]);
             }
         }
         bwd_rebuild<ROUTE>(a.rule, reference.x[i], anchor_of_row, t.key0, p);

@@ -181,8 +181,8 @@ template <int D> static void choose_route(const struct cuda *on, const struct bw
     } else if (a->p_codes && a->rule.pv == PV_MXFP4) {
         choose<D, ROUTE_CODES_MXFP4>(on, a, batch);
     } else if (a->p_codes) {
-        choose<D, ROUTE_CODES_FP4>(on, a, batch);
-    } else if (a->p_fp8 || a->ds_e4m3 || a->v_factor != 1.0f) {
+        choose<D, ROUTE_CODES_OTHER>(on, a, batch);
+    } else if (a->p_fp8 || a->ds_e4m3 || a->v_factor != 1.0f || a->v_diag.data != nullptr) {
         choose<D, ROUTE_ROUNDED>(on, a, batch);
     } else {
         choose<D, ROUTE_BF16>(on, a, batch);

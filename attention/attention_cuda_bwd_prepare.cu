@@ -199,7 +199,7 @@ static __global__ void attention_bwd_lift_kernel(const struct lift_args a)
     if (a.recipe.do_scale == DO_SCALE_FIXED) {
         u->do_lift = 4.0f;
     }
-    const float bound = 2.0f * extent_norm(u->dout) * (extent_norm(u->v_main) / a.v_unit);
+    const float bound = 2.0f * extent_norm(u->dout) * (extent_norm(u->v) / a.v_unit);
     u->lift = 16.0f * fminf(pow2_scale_of(bound, E4M3_MAX), 0x1p100f);
     if (a.recipe.backward == BWD_BF16 || !(bound > 0.0f)) {
         u->lift = 1.0f;
@@ -215,7 +215,7 @@ void bwd_choose_lifts(const struct cuda *on, const struct bwd_prepare *p, const 
     const struct attention_shape *s = p->shape;
     if (p->recipe->backward != BWD_BF16 || p->recipe->do_format != DO_BF16) { /* else all multipliers are 1 */
         extent(on, p, dout, s->heads, (int)offsetof(struct bwd_unit_state, dout));
-        extent(on, p, v, s->kv_heads, (int)offsetof(struct bwd_unit_state, v_main));
+        extent(on, p, v, s->kv_heads, (int)offsetof(struct bwd_unit_state, v));
     }
     struct lift_args a = {*p->recipe, s->softmax_scale, v_unit, s->batch * s->kv_heads, p->units};
     attention_bwd_lift_kernel<<<cuda_blocks(a.units, 128), 128, 0, on->stream>>>(a);

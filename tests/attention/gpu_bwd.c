@@ -383,9 +383,13 @@ static void test_forward_options(void **state)
 {
     (void)state;
     for (int pv = PV_FP8; pv <= PV_FP4_UE5M3; pv++) {
-        for (int option = 0; option < 11; option++) {
+        for (int option = 0; option < 12; option++) {
             struct attention_recipe recipe = recipe_of(pv, BWD_REPRESENTED);
-            recipe.v_diag = option == 1 || option == 4 ? V_DIAG_FP8 : V_DIAG_BLOCKED;
+            if (option == 11) {
+                attention_recipe_preset(&recipe, BWD_BF16);
+                recipe.bwd_v = BWD_V_FORWARD;
+            }
+            recipe.v_diag = option == 1 || option == 4 || option == 11 ? V_DIAG_FP8 : V_DIAG_BLOCKED;
             recipe.sink_keys_fp8 = option == 2 || option == 4 ? 32 : 0;
             recipe.k_center = option == 3 || option == 8;
             recipe.dk_center = option == 5 || option == 8;
