@@ -63,7 +63,7 @@ struct config {
     double timeout_s;
     int bucket_mb;
     struct config_checkpoint checkpoint;
-    int64_t log_every;
+    int64_t log_every, attention_every;
     bool log_stdout;
     int64_t eval_every, eval_steps;
     bool divergence_stop;

@@ -177,6 +177,10 @@ const struct config_key config_keys[] = {
          "keys that may differ from the resumed checkpoint, as section.key or section.*, blanks between"),
 
     INT("log", "every", log_every, "1", 1, COUNT_MAX, RESUME_FREE, "updates between rows of metrics.jsonl"),
+    INT("log", "attention_every", attention_every, "1", 0, COUNT_MAX, RESUME_NOTICE,
+        "CUDA: updates between statistics of attention, 0: none. Updates without them may run faster kernels, with "
+        "other "
+        "roundings; the CPU makes them always"),
     BOOL("log", "stdout", log_stdout, "true", RESUME_FREE, "a console line for each row"),
 
     INT("eval", "every", eval_every, "0", 0, COUNT_MAX, RESUME_FREE, "updates between evaluations; 0: at the end only"),

@@ -154,7 +154,7 @@ enum status metrics_write(struct metrics *metrics, const struct trainer *t, cons
     double flops = model_flops_per_token(&t->config->model, &t->params, t->config->data.seq_len);
     struct attention_stats all = {0};
     char hash[32];
-    for (int l = 0; l < t->config->model.layers; l++) {
+    for (int l = 0; r->counted && l < t->config->model.layers; l++) {
         json_t *row = json_object();
         json_object_set_new(row, "step", json_integer(r->update));
         json_object_set_new(row, "layer", json_integer(l));

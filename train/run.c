@@ -49,6 +49,11 @@ static void report_gpu(const struct trainer *t)
     log_info("GPU %d: %lld sequences at once, %s, sums %s", t->device->ordinal, at_once,
              t->config->graphs ? "as graphs" : "without graphs",
              t->options.unordered ? "in any order (run.deterministic = off)" : "in a fixed order");
+    if (t->config->attention_every == 1) {
+        log_info(
+            "statistics of attention in every update (log.attention_every = 1): where there are faster kernels they "
+            "would run without");
+    }
     if (nvfp4) {
         log_info("linear nvfp4: emulated: exact values, multiplied in BF16");
     }

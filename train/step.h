@@ -17,7 +17,8 @@ struct step_result {
      * those of the update before (NaN in the first update of a process). */
     double data_ms, forward_ms, backward_ms, comm_ms, optim_ms, step_ms;
     double sm_mhz,
-        watts; /* of this rank's GPU while it worked; NaN where nobody asks or knows (run.mode = step_time) */
+        watts;    /* of this rank's GPU while it worked; NaN where nobody asks or knows (run.mode = step_time) */
+    bool counted; /* attention made statistics; else layer_stats are zeros */
     const struct attention_stats *layer_stats; /* (layers), owned by the trainer, valid until the next step */
 };
 

@@ -107,6 +107,7 @@ static void run_sample(struct trainer *t, struct step_result *r, int64_t k, int6
 static enum status gradients_cpu(struct trainer *t, struct step_result *r, struct step_gradients *g)
 {
     g->bad_sample = INT64_MAX;
+    r->counted = true;
     for (int64_t k = 0; k < t->local; k++) {
         run_sample(t, r, k, &g->bad_sample);
     }

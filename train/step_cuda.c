@@ -114,9 +114,9 @@ static enum status run_micro_batch(struct trainer *t, const struct step_result *
     cuda_set_step(gpu->cuda, &step);
     cuda_upload(gpu->cuda, gpu->tokens, t->tokens + k * n, (size_t)n * sizeof *gpu->tokens);
     cuda_upload(gpu->cuda, gpu->targets, t->targets + k * n, (size_t)n * sizeof *gpu->targets);
-    TRY(run_part(t, "forward", &gpu->forward[k > 0], forward, k > 0));
+    TRY(run_part(t, "forward", &gpu->forward[r->counted][k > 0], forward, k > 0));
     mark(gpu, AT_MICRO + 2 * k);
-    TRY(run_part(t, "backward", &gpu->backward[k > 0], backward, k > 0));
+    TRY(run_part(t, "backward", &gpu->backward[r->counted][k > 0], backward, k > 0));
     mark(gpu, AT_MICRO + 2 * k + 1);
     struct gpu_results results = gpu_results_at(t, gpu->results);
     cuda_copy(gpu->cuda, results.losses + k * at_once, model_losses(t->model),
@@ -178,6 +178,8 @@ enum status gpu_gradients(struct trainer *t, struct step_result *r, struct step_
     struct gpu_results results = gpu_results_at(t, gpu->results);
     TRY(gpu_warm_up(t));
     mark(gpu, AT_START);
+    r->counted = gpu_counts(t, r->update);
+    model_count_stats(t->model, r->counted);
     model_stats_reset(t->model);
     for (int64_t k = 0; k < gpu->micro_batches; k++) {
         TRY(run_micro_batch(t, r, k));
@@ -185,8 +187,7 @@ enum status gpu_gradients(struct trainer *t, struct step_result *r, struct step_
             plant_fault(t, r->update);
         }
     }
-    /* Some kilobytes, made by the kernels in any case: every update has them, since the watch counts what is not
-     * finite. */
+    /* Some kilobytes; zeros in an update that made none. */
     cuda_copy(gpu->cuda, results.stats, model_stats(t->model), (size_t)t->config->model.layers * sizeof *results.stats);
     nvtxRangePushA("sum over ranks, norm");
     comm_nccl_sum(gpu->nccl, gpu->grads, t->options.grad_type, t->params.elements);
@@ -228,6 +229,7 @@ enum status gpu_evaluate(struct trainer *t, struct model *model, struct model_lo
     struct model_loss_row *row = gpu->results_host;
     cuda_upload(gpu->cuda, gpu->tokens, t->tokens, (size_t)T * sizeof *gpu->tokens);
     cuda_upload(gpu->cuda, gpu->targets, t->targets, (size_t)T * sizeof *gpu->targets);
+    model_count_stats(model, false); /* the next update says what it wants */
     model_forward_cuda(model, &batch, NULL, false);
     cuda_download(gpu->cuda, row, model_losses(model), sizeof *row);
     TRY(cuda_sync(gpu->cuda, "evaluation"));

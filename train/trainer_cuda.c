@@ -98,9 +98,9 @@ static void close_gpu(struct trainer *t)
     if (gpu == NULL) {
         return;
     }
-    for (int i = 0; i < 2; i++) {
-        cuda_graph_close(gpu->forward[i]);
-        cuda_graph_close(gpu->backward[i]);
+    for (int i = 0; i < 4; i++) {
+        cuda_graph_close(gpu->forward[i / 2][i % 2]);
+        cuda_graph_close(gpu->backward[i / 2][i % 2]);
     }
     gpu_events_close(gpu);
     comm_nccl_close(gpu->nccl);
@@ -290,13 +290,28 @@ static enum status recall_gpu(struct trainer *t, const char *path)
     return gemm_cuda_load(t->gpu->cuda, path);
 }
 
-/* One rank's part: read what is there, run all products once, so that those without a choice are timed. */
+bool gpu_counts(const struct trainer *t, int64_t update)
+{
+    int64_t every = t->config->attention_every;
+    return every > 0 && update % every == 0;
+}
+
+/* One rank's part: read what is there, run all products once, so that those without a choice are timed. With and
+ * without statistics where the run has updates of both kinds: kernels are loaded when they first run, better not in a
+ * capture. */
 static enum status choose(struct trainer *t, const char *path)
 {
+    int64_t every = t->config->attention_every;
     if (path[0] != '\0' && access(path, F_OK) == 0) {
         TRY(gemm_cuda_load(t->gpu->cuda, path));
     }
-    return model_warm_up(t->model, t->gpu->grads);
+    for (int counted = 0; counted < 2; counted++) {
+        if (counted ? every > 0 : every != 1) {
+            model_count_stats(t->model, counted != 0);
+            TRY(model_warm_up(t->model, t->gpu->grads));
+        }
+    }
+    return OK;
 }
 
 enum status gpu_warm_up(struct trainer *t)

@@ -32,13 +32,16 @@ struct gpu {
     struct gpu_place *places; /* owns; of the tensors of a checkpoint */
     int n_places;
     int64_t micro_batches;
-    struct cuda_graph *forward[2], *backward[2]; /* first micro-batch of an update; the others */
-    struct cuda_event **events;                  /* owns; see step_cuda.c */
-    bool warm, stepped;                          /* products are chosen; an update was applied */
+    struct cuda_graph *forward[2][2], *backward[2][2]; /* [statistics are made][not the update's first micro-batch] */
+    struct cuda_event **events;                        /* owns; see step_cuda.c */
+    bool warm, stepped;                                /* products are chosen; an update was applied */
 };
 
 /* The results as they lie in memory, on the device or fetched. */
 struct gpu_results gpu_results_at(const struct trainer *t, void *block);
+
+/* Is `update` one whose statistics of attention are made? */
+bool gpu_counts(const struct trainer *t, int64_t update);
 
 /* Chooses the algorithms of all products before the first update: rank 0 reads or times them, the others read its. */
 MUST_CHECK enum status gpu_warm_up(struct trainer *t);

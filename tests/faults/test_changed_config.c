@@ -71,7 +71,8 @@ static const char noticed[] =
     "--run.steps=6 --optim.lr=1e-3 --optim.betas=[0.8,0.9] --optim.eps=1e-7 --optim.weight_decay=0.2 --optim.clip=2 "
     "--schedule.warmup=1 --schedule.kind=linear --schedule.final_fraction=0.2 --schedule.decay_fraction=0.3 "
     "--divergence.window=50 --divergence.loss_rise_suspect=0.6 --divergence.loss_rise_diverged=0.8 "
-    "--divergence.norm_factor=9 --divergence.confirm=7 --divergence.partner_gap=0.7 --run.deterministic=any";
+    "--divergence.norm_factor=9 --divergence.confirm=7 --divergence.partner_gap=0.7 --run.deterministic=any "
+    "--log.attention_every=2";
 
 /* A run of 4 updates in low precision, so that every key of [attention] is in use. */
 static const char base[] = "configs/arms/nvfp4_mxfp4.toml";

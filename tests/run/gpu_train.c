@@ -1,4 +1,4 @@
-/* The program on a GPU: the same runs as on the CPU, and what must not change a bit there. */
+/* The program on a GPU against the CPU, its attention variants against each other, and what changes bits only. */
 #include "tests/run/program.h"
 
 #include <math.h>
@@ -38,19 +38,6 @@ static void check_follows(const struct program *p, const char *a, const char *b,
         fail_msg("%s and %s: loss of update %d differs by %g (allowed 2e-3), of later ones by %g (allowed %g), its "
                  "norm by %g (allowed 3e-2)",
                  a, b, first, start, all, later, norms);
-    }
-}
-
-static void assert_same_end(const struct program *p, const char *a, const char *b)
-{
-    static const char *const files[] = {"model.safetensors", "train_state/optimizer.safetensors"};
-    assert_same_metrics(p, a, b, "metrics.jsonl", 1);
-    assert_same_metrics(p, a, b, "layers.jsonl", 1);
-    for (int i = 0; i < 2; i++) {
-        char left[160], right[160];
-        snprintf(left, sizeof left, "%s/checkpoints/step_%08d/%s", a, UPDATES, files[i]);
-        snprintf(right, sizeof right, "%s/checkpoints/step_%08d/%s", b, UPDATES, files[i]);
-        assert_same_file(p, left, right);
     }
 }
 
@@ -95,14 +82,15 @@ static void test_every_route_follows_the_cpu(void **state)
     assert_int_equal(failed, 0);
 }
 
-/* Heads of 128, which have kernels of their own where the GPU is a Hopper: the variant that is preferred against the
- * plain one, with the same measure of what a recipe magnifies. */
+/* Heads of 128, which have kernels of their own where the GPU is a Hopper: the variant that is preferred, in updates
+ * that make no statistics, against the plain one, with the same measure of what a recipe magnifies. The plain runs make
+ * statistics in every update, the others in the last. */
 static void test_preferred_attention_follows_the_plain_one(void **state)
 {
     static const char *const runs[][2] = {{"plain", "--attention.variant=cuda --optim.lr=2e-3"},
                                           {"nearly", "--attention.variant=cuda --optim.lr=2.00002e-3"},
-                                          {"auto", "--attention.variant=auto --optim.lr=2e-3"},
-                                          {"unordered", "--run.deterministic=off --optim.lr=2e-3"}};
+                                          {"auto", "--log.attention_every=20 --optim.lr=2e-3"},
+                                          {"off", "--log.attention_every=0 --run.deterministic=off --optim.lr=2e-3"}};
     struct program *p = *state;
     int failed = 0;
     for (int r = 0; r < 4; r++) {
@@ -122,17 +110,17 @@ static void test_preferred_attention_follows_the_plain_one(void **state)
             double start = difference(p, plain, other, "loss", 1, 1),
                    all = difference(p, plain, other, "loss", 1, UPDATES),
                    own = difference(p, plain, near, "loss", 1, UPDATES),
-                   norm = difference(p, plain, other, "grad_norm", 1, 1) / metrics_value(p, plain, 1, "grad_norm"),
-                   leak = difference(p, plain, other, "row_leak", 1, 1);
-            bool wrong = !(start < 1e-3) || !(norm < 1e-2) || !(leak < 1e-2) || !(all < 1e-2 + 5 * own);
+                   norm = difference(p, plain, other, "grad_norm", 1, 1) / metrics_value(p, plain, 1, "grad_norm");
+            bool wrong = !(start < 1e-3) || !(norm < 1e-2) || !(all < 2e-2 + 5 * own);
             failed += wrong;
-            print_message("%-9s %-18s loss: first %.2e, all %.2e (own %.2e); first norm %.2e, row leak %.2e%s\n",
-                          runs[r][0], arms[a], start, all, own, norm, leak, wrong ? "  WRONG" : "");
-            EXITS(0, p, program_shell(p, "grep -ho 'attention [a-z0-9_]*' {}/%s/log.txt", other));
-            print_message("    %s", p->output);
+            print_message("%-5s %-18s loss: first %.2e, all %.2e (own %.2e); first norm %.2e%s\n", runs[r][0], arms[a],
+                          start, all, own, norm, wrong ? "  WRONG" : "");
         }
     }
     assert_int_equal(failed, 0);
+    EXITS(0, p, program_shell(p, "grep -c layer {}/wide_auto/bf16/seed_1/layers.jsonl"));
+    program_expect(p, "2"); /* one row for each layer of the one update that made statistics */
+    assert_true(isfinite(metrics_value(p, "wide_auto/bf16/seed_1", UPDATES, "row_leak")));
 }
 
 static void test_every_optimizer_mode_follows_the_cpu(void **state)
@@ -152,99 +140,6 @@ static void test_every_optimizer_mode_follows_the_cpu(void **state)
         check_follows(p, cpu, cuda, 1, 5e-2);
     }
 }
-
-/* ---- bits ---- */
-
-static const char plain[] = "--run.steps=20 --checkpoint.every=10 configs/arms/nvfp4_mxfp4.toml --linear.mlp=nvfp4 "
-                            "--linear.attn=fp8 --optim.moments=bf16 --optim.stochastic_rounding=true";
-
-static void test_what_changes_no_bit(void **state)
-{
-    static const char *const others[][2] = {{"again", ""},
-                                            {"launched", "--device.graphs=false"},
-                                            {"gate_up", "--device.recompute=gate_up"},
-                                            {"block", "--device.recompute=block"},
-                                            {"eager", "--device.graphs=false --device.recompute=block"}};
-    struct program *p = *state;
-    EXITS(0, p, program_train(p, 1, GPU "--run.out={}/straight %s", plain));
-    assert_true(file_exists(p, "straight/gemm.json"));
-    assert_true(file_exists(p, "straight/checkpoints/step_00000010/train_state/gemm.json"));
-    for (size_t i = 0; i < sizeof others / sizeof others[0]; i++) {
-        print_message("straight against %s\n", others[i][0]);
-        EXITS(0, p, program_train(p, 1, GPU "--run.out={}/%s %s %s", others[i][0], plain, others[i][1]));
-        assert_same_end(p, "straight", others[i][0]);
-    }
-}
-
-/* As if a run had been cut after update 10. Without --device.gemm_choices: the checkpoint brings its own. */
-static void test_resumed_run_is_the_straight_run(void **state)
-{
-    struct program *p = *state;
-    EXITS(0, p,
-          program_shell(p, "mkdir -p {}/cut/checkpoints && cp -r {}/straight/checkpoints/step_00000010 "
-                           "{}/cut/checkpoints/ && head -n 12 {}/straight/metrics.jsonl > {}/cut/metrics.jsonl && head "
-                           "-n 24 {}/straight/layers.jsonl > {}/cut/layers.jsonl"));
-    EXITS(0, p, program_train(p, 1, "--device.kind=cuda --run.out={}/cut %s", plain));
-    program_expect(p, "update 11 of 20 is next");
-    assert_same_end(p, "straight", "cut");
-}
-
-/* Byte for byte, at any size; `part`: the first 1 / part of the file. */
-static void assert_same_bytes(struct program *p, const char *a, const char *b, const char *file, int part)
-{
-    EXITS(0, p,
-          program_shell(p, "cd {} && cmp -n $(($(stat -c %%s %s/%s) / %d)) %s/%s %s/%s", a, file, part, a, file, b,
-                        file));
-}
-
-/* Tensors of several pieces of the staging buffer. With a learning rate of 0 an update changes no weight: the initial
- * ones, and the FP32 masters (a third of the optimizer's file, before the moments), are the CPU's bits, also after a
- * way through the GPU and a checkpoint. */
-static void test_initial_weights_are_the_cpus(void **state)
-{
-    static const char large[] = "--model.vocab=128256 --model.width=128 --data.batch=1 --eval.every=0 --data.val=";
-    static const char optimizer[] = "train_state/optimizer.safetensors";
-    struct program *p = *state;
-    EXITS(0, p, program_train(p, 1, "--device.kind=cpu --run.out={}/w_cpu --run.steps=1 --optim.lr=0 %s", large));
-    EXITS(0, p, program_train(p, 1, "--device.kind=cuda --run.out={}/w_cuda --run.steps=1 --optim.lr=0 %s", large));
-    EXITS(0, p,
-          program_train(p, 1,
-                        "--device.kind=cuda --run.out={}/w_back --run.steps=2 --optim.lr=0 %s "
-                        "--checkpoint.resume={}/w_cpu/checkpoints/step_00000001",
-                        large));
-    EXITS(0, p,
-          program_shell(p,
-                        "cd {} && ln -s w_cpu/checkpoints/step_00000001 c && ln -s w_cuda/checkpoints/step_00000001 g "
-                        "&& ln -s w_back/checkpoints/step_00000002 b"));
-    assert_same_bytes(p, "c", "g", optimizer, 3);
-    assert_same_bytes(p, "c", "b", optimizer, 3);
-    assert_same_bytes(p, "g", "b", "model.safetensors", 1);
-    EXITS(0, p,
-          program_shell(p, "cd {} && n=$(cmp -l c/model.safetensors g/model.safetensors | wc -l) && echo $n bytes of "
-                           "weights differ && [ $n -le $(($(stat -c %%s c/model.safetensors) / 131072)) ]"));
-    print_message("%s", p->output);
-}
-
-/* As the resume above, moments included, where tensors are large. */
-static void test_large_tensors_resume(void **state)
-{
-    static const char run[] = "--run.steps=4 --checkpoint.every=2 --optim.moments=bf16 --model.vocab=128256 "
-                              "--model.width=128 --data.batch=1 --eval.every=0 --data.val=";
-    struct program *p = *state;
-    EXITS(0, p, program_train(p, 1, GPU "--run.out={}/l_straight %s", run));
-    EXITS(0, p,
-          program_train(p, 1,
-                        "--device.kind=cuda --run.out={}/l_cut --checkpoint.resume={}/l_straight/checkpoints/"
-                        "step_00000002 %s",
-                        run));
-    EXITS(0, p,
-          program_shell(p, "cd {} && ln -s l_straight/checkpoints/step_00000004 s && ln -s "
-                           "l_cut/checkpoints/step_00000004 t"));
-    assert_same_bytes(p, "s", "t", "model.safetensors", 1);
-    assert_same_bytes(p, "s", "t", "train_state/optimizer.safetensors", 1);
-}
-
-/* ---- what changes bits only ---- */
 
 static void test_checkpoints_move_between_devices(void **state)
 {
@@ -297,49 +192,6 @@ static void test_micro_batches_follow_each_other(void **state)
     check_follows(p, "micro_1_bf16", "off", 1, 5e-2);
 }
 
-/* ---- failures, and a run that has no data ---- */
-
-static void test_numbers_that_are_not_finite(void **state)
-{
-    static const char *const kinds[][2] = {{"nan_grad", "1 gradients are not finite, first in tensor model.layers."},
-                                           {"inf_grad", "1 gradients are not finite, first in tensor model.layers."},
-                                           {"nan_weight", "weight model.layers."}};
-    struct program *p = *state;
-    EXITS(0, p, program_train(p, 1, GPU "--run.out={}/good --run.steps=5 --checkpoint.every=1 --checkpoint.keep=9"));
-    for (int i = 0; i < 3; i++) {
-        char checkpoint[128];
-        EXITS(3, p,
-              program_train(
-                  p, 1, GPU "--run.out={}/%s --run.steps=5 --checkpoint.every=1 --debug.allow=1 --debug.fault=%s@3:0",
-                  kinds[i][0], kinds[i][0]));
-        program_expect(p, "update 3 stopped before it was applied");
-        program_expect(p, kinds[i][1]);
-        assert_int_equal(metrics_rows(p, kinds[i][0]), 3);
-        snprintf(checkpoint, sizeof checkpoint, "%s/checkpoints/step_00000002/train_state/optimizer.safetensors",
-                 kinds[i][0]);
-        assert_same_file(p, checkpoint, "good/checkpoints/step_00000002/train_state/optimizer.safetensors");
-    }
-}
-
-static void test_step_time_needs_no_data(void **state)
-{
-    struct program *p = *state;
-    EXITS(0, p,
-          program_train(
-              p, 1,
-              GPU "--run.out={}/timed --run.mode=step_time --run.steps=5 --data.train= --data.val= --eval.every=0"));
-    print_message("%s", p->output);
-    program_expect(p, "2 updates of 4 x 64 tokens on 1 ranks");
-    program_expect(p, "MFU");
-    assert_false(file_exists(p, "timed"));
-    EXITS(0, p, program_train(p, 1, GPU "--dry-run"));
-    program_expect(p, "fits");
-    EXITS(0, p, program_call(p, "configs/gpt8b_step_time.toml --dry-run --data.batch=64 --data.micro_batch=64"));
-    program_expect(p, "DOES NOT FIT");
-    EXITS(2, p, program_call(p, "configs/gpt8b_step_time.toml --data.batch=64 --data.micro_batch=64"));
-    program_expect(p, "see --dry-run; try data.micro_batch = 1");
-}
-
 /* An argument chooses tests by pattern: gpu_train '*resume*'. */
 int main(int argc, char **argv)
 {
@@ -347,14 +199,8 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_every_route_follows_the_cpu),
         cmocka_unit_test(test_preferred_attention_follows_the_plain_one),
         cmocka_unit_test(test_every_optimizer_mode_follows_the_cpu),
-        cmocka_unit_test(test_what_changes_no_bit),
-        cmocka_unit_test(test_resumed_run_is_the_straight_run),
-        cmocka_unit_test(test_initial_weights_are_the_cpus),
-        cmocka_unit_test(test_large_tensors_resume),
         cmocka_unit_test(test_checkpoints_move_between_devices),
         cmocka_unit_test(test_micro_batches_follow_each_other),
-        cmocka_unit_test(test_numbers_that_are_not_finite),
-        cmocka_unit_test(test_step_time_needs_no_data),
     };
     if (argc > 1) {
         cmocka_set_test_filter(argv[1]);
