@@ -184,14 +184,15 @@ __device__ __forceinline__ void store_rows(const fwd_call &f, bf16 *out, char *t
     }
 }
 
-/* O / divisor, through the reciprocal; a tiny divisor is lifted first, lest the reciprocal overflows. */
+/* O / divisor, 0 if that is 0; through the reciprocal: a tiny divisor is lifted first, lest it overflows. */
 template <int W> __device__ __forceinline__ void divide(float (&o)[W / 8][4], int r, float divisor)
 {
+    const bool none = divisor == 0.0f;
     const float lift = fabsf(divisor) < 0x1p-60f ? 0x1p80f : 1.0f;
-    const float inverse = divisor == 0.0f ? 0.0f : __fdiv_rn(1.0f, divisor * lift);
+    const float inverse = __fdiv_rn(1.0f, none ? 1.0f : divisor * lift);
 #pragma unroll
     for (int n = 0; n < W / 8; n++) {
-        o[n][2 * r] = o[n][2 * r] * lift * inverse;
-        o[n][2 * r + 1] = o[n][2 * r + 1] * lift * inverse;
+        o[n][2 * r] = none ? 0.0f : o[n][2 * r] * lift * inverse;
+        o[n][2 * r + 1] = none ? 0.0f : o[n][2 * r + 1] * lift * inverse;
     }
 }
