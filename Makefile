@@ -97,7 +97,7 @@ asan: ## all tests under AddressSanitizer and UBSan
 	$(MAKE) BUILD=asan CUDA=0 test
 
 tsan: ## the threaded tests under ThreadSanitizer (no OpenMP)
-	$(MAKE) BUILD=tsan CUDA=0 MPI=0 test/data
+	$(MAKE) BUILD=tsan CUDA=0 MPI=0 test/data test/dist test/checkpoint test/optim test/train
 
 $(OUT)/%.o: %.c
 	@mkdir -p $(@D)
