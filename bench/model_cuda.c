@@ -1,7 +1,7 @@
 /* bench: one micro-batch of the 8B shape on the GPU, forward and backward, by group of operators.
  *
  *   build/release/bench/model_cuda [layers=2] [batch=1] [tokens=4096] [linear=bf16|fp8|nvfp4] [pv=bf16|fp8|mxfp4]
- *                                  [recompute=none|gate_up|block] [variant=auto] [unordered=0]
+ *                                  [recompute=none|gate_up|block] [variant=auto] [unordered=0] [stats=0]
  *
  * Weights are random numbers, tokens are spread over the vocabulary. Medians of ROUNDS rounds. The table is of plain
  * calls with events around each group; below it the same work as a graph, without events. GB/s count what a group must
@@ -285,12 +285,13 @@ static void print_groups(struct bench *b, double copy_rate)
     printf("%-22s %6s %9.3f\n", "sum", "", sum);
 }
 
-static enum status run(struct bench *b, const char *variant)
+static enum status run(struct bench *b, const char *variant, bool stats)
 {
     double graph_ms;
     TRY(cuda_open(&b->cuda, 0));
     b->options.cuda = b->cuda;
     TRY(open_model(b, variant));
+    model_count_stats(b->model, stats);
     TRY(model_warm_up(b->model, b->grads));
     cuda_zero(b->cuda, b->grads, b->params.elements * dtype_bytes(b->options.grad_type));
     for (int round = 0; round < ROUNDS; round++) {
@@ -377,5 +378,5 @@ int main(int argc, char **argv)
                                .seed = 1,
                                .unordered = number(argc, argv, "unordered", 0) != 0,
                                .trace = &trace};
-    return status_exit_code(run(&b, variant ? variant : "auto"));
+    return status_exit_code(run(&b, variant ? variant : "auto", number(argc, argv, "stats", 0) != 0));
 }

@@ -114,7 +114,7 @@ static void attention_back(const struct pass *w, int index)
                                                     .lse_log2 = k->lse_log2,
                                                     .saved = k->attention,
                                                     .scratch = g->tool,
-                                                    .stats = model_stats_cuda(m, index),
+                                                    .stats = model_stats_cuda(m, index, false),
                                                     .unordered = m->options.unordered});
     model_group_close(m);
     model_group_open(m, "rope backward");

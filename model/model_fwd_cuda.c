@@ -133,7 +133,7 @@ static void attention(const struct pass *w, int layer, bool again)
                                                     .lse_log2 = k->lse_log2,
                                                     .saved = saves ? k->attention : NULL,
                                                     .scratch = m->gpu->tool,
-                                                    .stats = again ? NULL : model_stats_cuda(m, layer)});
+                                                    .stats = model_stats_cuda(m, layer, again)});
 }
 
 void model_attend_cuda(const struct pass *w, int layer, bool again)

@@ -9,7 +9,8 @@
 
 #include <stdlib.h>
 
-enum { WIDTH_MAX = 16384 }; /* of a norm's row on chip */
+/* Of a norm's row, and of a row of logits, on chip. */
+enum { WIDTH_MAX = 16384, VOCAB_MAX = 262144 };
 
 static bf16 *take_bf16(struct arena *arena, const char *label, int64_t n)
 {
@@ -195,7 +196,7 @@ static enum status take_cuda(struct model *m, struct arena *arena)
     g->lse = take_f32(arena, "losses", n);
     g->made_up = arena_take(arena, "losses", (size_t)(2 * n) * sizeof *g->made_up);
     g->loss_rows = arena_take(arena, "losses", (size_t)o->batch * sizeof *g->loss_rows);
-    m->stats = arena_take(arena, "losses", (size_t)c->layers * sizeof *m->stats);
+    m->stats = arena_take(arena, "losses", (size_t)(c->layers + 1) * sizeof *m->stats); /* the last: not read */
     take_shared(m, arena);
     if (!arena->base) {
         return OK;
@@ -236,9 +237,10 @@ static enum status check_cuda(const struct model_config *c, const struct model_o
                                (long long)((sizes[i].value / sizes[i].unit + 1) * sizes[i].unit));
         }
     }
-    if (c->width > WIDTH_MAX) {
-        return status_fail(ERR_UNSUPPORTED, "model.width = %d: on device cuda at most %d; use cpu", c->width,
-                           WIDTH_MAX);
+    if (c->width > WIDTH_MAX || c->vocab > VOCAB_MAX) {
+        return status_fail(ERR_UNSUPPORTED,
+                           "model.width = %d, model.vocab = %d: on device cuda at most %d and %d; use cpu", c->width,
+                           c->vocab, WIDTH_MAX, VOCAB_MAX);
     }
     ASSERT(o->grad_type == DTYPE_F32 || o->grad_type == DTYPE_BF16);
     return OK;

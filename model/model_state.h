@@ -70,7 +70,7 @@ struct model {
     size_t embed, final_norm, head;  /* offsets; head is embed if tied */
     size_t attention_saved_bytes, attention_scratch_bytes;
     struct layer *layers;          /* owns */
-    struct attention_stats *stats; /* (L); CPU: owns */
+    struct attention_stats *stats; /* (L); CPU: owns; CUDA: (L + 1), the last is for what is not counted */
     float *cosine, *sine;          /* (T, D/2) */
     int64_t batch, length;         /* of the last forward */
     bool kept;                     /* it can be followed by backward */
