@@ -1,4 +1,4 @@
-/* model: what a model on the GPU holds. For model_*_cuda.c and the benchmark of the model only.
+/* model: what a model on the GPU holds. For model_*_cuda.c only.
  *
  * n = B T tokens are rows of every product. A layer keeps only what a product or attention made; outputs of norms and
  * of SwiGLU are made again in backward, one pass over memory each. Bytes kept per token and layer (8B: KiB):
@@ -13,7 +13,8 @@
  *   sum                                          92        36        8
  *
  * and attention's own state (variant->saved_bytes), with qk_norm 2 (H + Hkv) D + 4 (H + Hkv) more. `gate_up` pays one
- * product of 4 C F a token (8B: 9 % of a micro-batch), `block` all of forward but the down projection. */
+ * product of 4 C F FLOPs a token more (8B: 15 % of all), `block` all of forward but the down projection and the head.
+ */
 #pragma once
 
 #include "model/model_state.h"
