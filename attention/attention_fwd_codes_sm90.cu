@@ -2,8 +2,7 @@
  * attention_fwd_sm90.cuh for the shape of the work.
  *
  * Codes take longer to make than their products, so three consumer warpgroups share the tensor cores: each does scores,
- * codes, P V of a block one after the other (P V into the registers of the scores), and three named barriers hand the
- * turn for scores round, which keeps the three apart in phase.
+ * codes, P V of a block one after the other (P V into the registers of the scores) while the others do something else.
  *
  * FP8 products keep about 14 bits in their running sum: every block of 128 keys is multiplied into registers of its own
  * and added in FP32, in the multiply-add that the moving anchor needs anyway. Columns 128 to 135 of the product are
@@ -84,12 +83,10 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
 
     /* A block that none of this warpgroup's rows sees. It must have arrived: one that is given back before would count
      * for the block that the slot held before. */
-    static __device__ __forceinline__ void pass_block(shared &s, struct consumer &w, int warpgroup)
+    static __device__ __forceinline__ void pass_block(shared &s, struct consumer &w)
     {
         mbarrier_wait(at(s.k_full[w.kv.stage]), w.kv.parity);
         mbarrier_wait(at(s.v_full[w.kv.stage]), w.kv.parity);
-        named_barrier_sync(BARRIER_TURN + warpgroup, 2 * WARPGROUP);
-        named_barrier_arrive(BARRIER_TURN + (warpgroup + 1) % layout::CONSUMERS, 2 * WARPGROUP);
         release(at(s.k_empty[w.kv.stage]));
         release(at(s.v_empty[w.kv.stage]));
         w.kv.next(layout::STAGES);
@@ -106,17 +103,15 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
         struct code_sums sums = {};
         struct code_rows r = {{-INFINITY, -INFINITY}, {}, {}};
         for (int j = n - 1; j > own; j--) {
-            pass_block(s, w, warpgroup);
+            pass_block(s, w);
         }
         mbarrier_wait(at(s.q_full), w.tiles & 1);
         for (int j = own; j >= 0; j--) {
             float score[64], block[68];
             uint32_t p[16];
             mbarrier_wait(at(s.k_full[w.kv.stage]), w.kv.parity);
-            named_barrier_sync(BARRIER_TURN + warpgroup, 2 * WARPGROUP);
             wgmma_fence();
             scores<SCORES8, layout::Q_PANEL>(score, w.q, operand_advance(w.k0, w.kv.stage * layout::K_BYTES));
-            named_barrier_arrive(BARRIER_TURN + (warpgroup + 1) % layout::CONSUMERS, 2 * WARPGROUP);
             wgmma_wait<0>();
             wgmma_pin(score);
             release(at(s.k_empty[w.kv.stage]));
@@ -148,9 +143,6 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
         w.q = operand_k_major(shared_address(s.q) + warpgroup * 64 * 128);
         w.k0 = operand_k_major(shared_address(s.k[0]));
         w.v0 = operand_k_major(shared_address(s.v[0]));
-        if (warpgroup == layout::CONSUMERS - 1) {
-            named_barrier_arrive(BARRIER_TURN + 0, 2 * WARPGROUP); /* the first turn is warpgroup 0's */
-        }
         for (;; w.tiles++) {
             int index = take_tile(s, w.tiles);
             if (index >= a.tiles) {
@@ -208,8 +200,7 @@ static struct mx_rule mx_rule_of(const struct attention_recipe *recipe)
 {
     const bool amplitude = recipe->mx_rule == MX_NEAREST;
     struct mx_rule rule;
-    rule.up = amplitude ? 0x1.2b8034p-1f : 2.0f; /* log2 1.5: above it the nearest power of two is the next one */
-    rule.lower = amplitude ? 0.0f : -2.0f;
+    rule.bias = amplitude ? 1.0f - 0x1.2b8034p-1f : -2.0f;
     rule.amplitude = amplitude ? 0x1.4ae00ep+1f : 0.0f; /* fl32(log2 6) */
     rule.a = recipe->affine_a;
     rule.b = recipe->affine_b;

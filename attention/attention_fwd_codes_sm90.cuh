@@ -14,29 +14,21 @@ enum code_kind { CODES_FP8, CODES_MX_EXACT, CODES_MX_CODE_SPACE, CODES_MX_AFFINE
 
 /* Of the recipe, for MXFP4. */
 struct mx_rule {
-    float up;        /* fractions of the block maximum above it round the exponent up; OCP: 2, that is never */
-    float lower;     /* added to the exponent: 0; OCP -2 */
+    float bias;      /* a block's exponent is floor(max + bias): 1 - log2 1.5, to the nearest power of two; OCP: -2 */
     float amplitude; /* added to x: log2 6; OCP 0 */
     float a, b;      /* of the affine map */
 };
 
+/* floor and ceil by the rounding of one addition, for magnitudes below 2^22 (the instruction made for it has the
+ * throughput of ex2): floor(x) = __fadd_rd(x, WHOLE) - WHOLE. Differences of such sums are differences of their bits.
+ */
+#define WHOLE 0x1.8p23f
+
 /* What a thread keeps of its two rows: integer anchors, the factor that brings older sums to them, and for MXFP4 the
- * exponents of the present four blocks. */
+ * exponents of the present four blocks, each plus WHOLE. */
 struct code_rows {
-    float anchor[2], factor[2], e[2][4];
+    float anchor[2], factor[2], whole_e[2][4];
 };
-
-/* floor and ceil by the rounding of one addition, for magnitudes below 2^22: the instruction made for it has the
- * throughput of ex2. */
-__device__ __forceinline__ float floor_fast(float x)
-{
-    return __fadd_rd(x, 0x1.8p23f) - 0x1.8p23f;
-}
-
-__device__ __forceinline__ float ceil_fast(float x)
-{
-    return __fadd_ru(x, 0x1.8p23f) - 0x1.8p23f;
-}
 
 /* ---- maxima ------------------------------------------------------------------------------------------------ */
 
@@ -64,15 +56,14 @@ __device__ __forceinline__ void codes_anchor(const float (&s)[64], struct code_r
             block[b] = largest(s, h, b);
             if (KIND != CODES_FP8) {
                 block[b] = quad_max(block[b]);
-                const float t = block[b] * c, k = floor_fast(t);
-                r.e[h][b] = k + (t - k > rule.up ? 1.0f : rule.lower);
+                r.whole_e[h][b] = __fadd_rd(fmaf(block[b], c, rule.bias), WHOLE);
             }
         }
         float max = max_or_nan(max_or_nan(block[0], block[1]), max_or_nan(block[2], block[3]));
         if (KIND == CODES_FP8) {
             max = quad_max(max);
         }
-        const float anchor = max_or_nan(r.anchor[h], ceil_fast(max * c));
+        const float anchor = max_or_nan(r.anchor[h], __fadd_ru(max * c, WHOLE) - WHOLE);
         r.factor[h] = exp2_fast(r.anchor[h] - anchor);
         r.anchor[h] = anchor;
     }
@@ -80,29 +71,24 @@ __device__ __forceinline__ void codes_anchor(const float (&s)[64], struct code_r
 
 /* ---- codes ------------------------------------------------------------------------------------------------- */
 
-/* E5M2 bytes of the eight E2M1 values times 2^shift; all zero below the normal range, that is for shift < -13. */
+/* E5M2 bytes of the eight E2M1 values 0 .5 1 1.5 2 3 4 6 times 2^shift; shift >= -13, which keeps all normal. */
 struct code_table {
     uint32_t low, high;
 };
 
-__device__ __forceinline__ struct code_table code_table_of(float shift)
+__device__ __forceinline__ struct code_table code_table_of(int shift)
 {
-    const int n = __float_as_int(fmaxf(shift, -20.0f) + 0x1.8p23f) - 0x4b400000;
-    if (n < -13) {
-        return {0, 0};
-    }
-    return {0x3e3c3800u + 0x04040400u * n, 0x46444240u + 0x04040404u * n};
+    return {0x3e3c3800u + 0x04040400u * (uint32_t)shift, 0x46444240u + 0x04040404u * (uint32_t)shift};
 }
 
 /* Four values y 2^-14 (y in [0, 16)) to E2M1(y), looked up. Truncation to FP16 has 2^-14 as its least normal number, so
- * that codes are the rounded upper bits of FP16 codes; ties cannot occur in 2^x but for x = -2. x2 and x3 lie 16 bits
- * above x0 and x1 until the codes, a nibble each, select the bytes. */
+ * that codes are the rounded upper bits of FP16 codes; ties cannot occur in 2^x but for x = -2. Codes of x0 and x1 go
+ * to bits 8 and 12, those of x2 and x3 to bits 24 and 28; then, a nibble each, they select the bytes. */
 __device__ __forceinline__ uint32_t e2m1_bytes(float x0, float x1, float x2, float x3, struct code_table table)
 {
-    const uint32_t even = __vminu2(pack_f16_down(x0, x2) + 0x01000100u, 0x0fff0fffu) >> 9;
-    const uint32_t odd = __vminu2(pack_f16_down(x1, x3) + 0x01000100u, 0x0fff0fffu) >> 5;
-    const uint32_t nibbles = (even & 0x000f000fu) | (odd & ~0x000f000fu);
-    return __byte_perm(table.low, table.high, __byte_perm(nibbles, 0, 0x4420));
+    const uint32_t even = __viaddmin_u16x2(pack_f16_down(x0, x2), 0x01000100u, 0x0fff0fffu) >> 1;
+    const uint32_t odd = __viaddmin_u16x2(pack_f16_down(x1, x3), 0x01000100u, 0x0fff0fffu) << 3;
+    return bytes_by(table.low, table.high, bytes_by(bits_of_either(0xf000f000u, odd, even), 0, 0x4431));
 }
 
 /* y in [0, 16) to the nearest E2M1 value, ties to even: spacings are half the binade of y, but never less than 1/2.
@@ -123,36 +109,42 @@ __device__ __forceinline__ float code_space_value(float u)
     return u >= -1.63f ? y : 0.0f;
 }
 
-/* Four scores of row h and block b to four bytes. */
+/* The scores of row h and 32 keys b in this thread, s[0] the first, to two A registers of P V. */
 template <enum code_kind KIND>
-__device__ __forceinline__ uint32_t code_bytes(const float (&s)[4], const struct code_rows &r, int h, int b, float c,
-                                               const struct mx_rule &rule)
+__device__ __forceinline__ void code_block(const float *s, const struct code_rows &r, int h, int b, float c,
+                                           const struct mx_rule &rule, uint32_t &p0, uint32_t &p1)
 {
-    float x[4];
-    if (KIND == CODES_FP8) {
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            x[k] = exp2_fast(fmaf(s[k], c, FP8_LIFT - r.anchor[h]));
-        }
-        return pack_e4m3(x[0], x[1], x[2], x[3]);
-    }
-    const float shift = r.e[h][b] - r.anchor[h] + MX_LIFT;
+    const float e = r.whole_e[h][b] - WHOLE;
+    const int shift = __float_as_int(r.whole_e[h][b]) - __float_as_int(r.anchor[h] + WHOLE) + (int)MX_LIFT;
+    float x[8];
     if (KIND == CODES_MX_EXACT) {
+        /* A block whose values would not be normal in E5M2 becomes zero: it lies 2^26 below the row's largest. */
+        const float offset = shift < -13 ? -INFINITY : rule.amplitude - 14.0f - e;
+        const struct code_table table = code_table_of(max(shift, -13));
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            x[k] = exp2_fast(fmaf(s[k], c, rule.amplitude - 14.0f - r.e[h][b]));
+        for (int k = 0; k < 8; k++) {
+            x[k] = exp2_fast(fmaf(s[k / 2 * 4 + k % 2], c, offset));
         }
-        return e2m1_bytes(x[0], x[1], x[2], x[3], code_table_of(shift));
+        p0 = e2m1_bytes(x[0], x[1], x[2], x[3], table);
+        p1 = e2m1_bytes(x[4], x[5], x[6], x[7], table);
+        return;
     }
-    const float scale = exp2_fast(shift);
+    const float scale = exp2_fast((float)shift);
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-        x[k] = fmaf(s[k], c, rule.amplitude - r.e[h][b]);
+    for (int k = 0; k < 8; k++) {
+        x[k] = fmaf(s[k / 2 * 4 + k % 2], c, rule.amplitude - e);
         x[k] = KIND == CODES_MX_CODE_SPACE ? code_space_value(fmaf(2.0f, x[k], 2.37f))
                                            : e2m1_nearest(fmaxf(fmaf(rule.a, x[k], rule.b), 0.0f));
         x[k] *= scale;
     }
-    return pack_e5m2(x[0], x[1], x[2], x[3]);
+    p0 = pack_e5m2(x[0], x[1], x[2], x[3]);
+    p1 = pack_e5m2(x[4], x[5], x[6], x[7]);
+}
+
+__device__ __forceinline__ uint32_t fp8_bytes(const float *s, float c, float shift)
+{
+    return pack_e4m3(exp2_fast(fmaf(s[0], c, shift)), exp2_fast(fmaf(s[1], c, shift)), exp2_fast(fmaf(s[4], c, shift)),
+                     exp2_fast(fmaf(s[5], c, shift)));
 }
 
 /* Scores to the A registers of P V: keys 2 c, 2 c + 1, 8 + 2 c, 8 + 2 c + 1 of each 16, the order pi1 of the column
@@ -162,9 +154,14 @@ __device__ __forceinline__ void codes_make(const float (&s)[64], const struct co
                                            const struct mx_rule &rule, uint32_t (&p)[16])
 {
 #pragma unroll
-    for (int i = 0; i < 16; i++) {
-        const int first = 8 * (i / 2) + 2 * (i % 2);
-        const float four[4] = {s[first], s[first + 1], s[first + 4], s[first + 5]};
-        p[i] = code_bytes<KIND>(four, r, i % 2, i / 4, c, rule);
+    for (int i = 0; i < 8; i++) {
+        const int b = i / 2, h = i % 2;
+        const float *first = s + 16 * b + 2 * h;
+        if (KIND == CODES_FP8) {
+            p[4 * b + h] = fp8_bytes(first, c, FP8_LIFT - r.anchor[h]);
+            p[4 * b + h + 2] = fp8_bytes(first + 8, c, FP8_LIFT - r.anchor[h]);
+        } else {
+            code_block<KIND>(first, r, h, b, c, rule, p[4 * b + h], p[4 * b + h + 2]);
+        }
     }
 }

@@ -121,6 +121,7 @@ __device__ __forceinline__ void consume_tile(const struct fwd_maps &maps, const 
         wgmma_fence();
         scores<false, layout::Q_PANEL>(score, w.q, operand_advance(w.k0, w.k.stage * layout::K_BYTES));
         mbarrier_wait(at(s.v_full[w.v.stage]), w.v.parity);
+        wgmma_fence();
         values(o, p, operand_advance(w.v0, w.v.stage * layout::V_SLOT));
         named_barrier_arrive(BARRIER_TURN + (warpgroup ^ 1), 2 * WARPGROUP);
         wgmma_wait<1>();

@@ -230,6 +230,24 @@ __device__ __forceinline__ float exp2_fast(float x)
     return y;
 }
 
+/* [lop3] Bits of a where mask has ones, else of b: one instruction. */
+__device__ __forceinline__ uint32_t bits_of_either(uint32_t mask, uint32_t a, uint32_t b)
+{
+    uint32_t y;
+    asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(y) : "r"(mask), "r"(a), "r"(b));
+    return y;
+}
+
+/* [prmt] Four bytes of {low, high}, by nibbles 0 .. 7 of the lower half of `selector` (bit 3 of each must be clear,
+ * which
+ * __byte_perm would see to with one more instruction). */
+__device__ __forceinline__ uint32_t bytes_by(uint32_t low, uint32_t high, uint32_t selector)
+{
+    uint32_t y;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(low), "r"(high), "r"(selector));
+    return y;
+}
+
 /* [max, .NaN] The larger one; NaN if either is. */
 __device__ __forceinline__ float max_or_nan(float x, float y)
 {

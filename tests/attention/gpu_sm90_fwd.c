@@ -1,6 +1,7 @@
 /* The Hopper forward against the CPU reference: every sequence length around tile edges, GQA ratios, inputs, strides.
  */
 #include "attention/attention_sm90.h"
+#include "core/rng.h"
 #include "numerics/formats.h"
 #include "tests/attention/cases.h"
 #include "tests/gpu.h"
@@ -419,9 +420,196 @@ static void codes_equal(void **state)
     assert_int_equal(bad, 0);
 }
 
+/* ---- long sequences, against the variant "cuda" ------------------------------------------------------------ */
+
+/* `values` BF16 values of about a normal distribution. */
+static bf16 *draw(const struct cuda *cuda, int64_t values, uint64_t seed)
+{
+    uint64_t stream = rng_stream("test/long");
+    bf16 *host = malloc((size_t)values * sizeof(bf16));
+    for (int64_t i = 0; i < values; i++) {
+        host[i] = bf16_from_float(rng_normal(seed, stream, (uint64_t)i));
+    }
+    bf16 *device = gpu_array(cuda, host, (size_t)values * sizeof(bf16));
+    free(host);
+    return device;
+}
+
+/* Both variants on the same tensors; relative L2 of their outputs, and the largest difference of LSE2. */
+static void long_case(const struct attention_shape *s, const struct attention_recipe *recipe, double *rel, double *lse)
+{
+    const struct attention_variant *variants[2] = {&attention_variant_sm90, &attention_variant_cuda};
+    int64_t queries = s->batch * s->tokens * s->heads * s->head_dim;
+    int64_t keys = s->batch * s->tokens * s->kv_heads * s->head_dim;
+    int64_t rows = s->batch * s->heads * s->tokens;
+    struct attention_fwd call = {.cuda = the_cuda, .shape = *s, .recipe = recipe};
+    bf16 *out[2];
+    float *found[2];
+    call.q = view_of(draw(the_cuda, queries, 1), s, s->heads);
+    call.k = view_of(draw(the_cuda, keys, 2), s, s->kv_heads);
+    call.v = view_of(draw(the_cuda, keys, 3), s, s->kv_heads);
+    for (int i = 0; i < 2; i++) {
+        assert_null(variants[i]->refuses(s, recipe));
+        call.out = view_of(poison(the_cuda, (size_t)queries * sizeof(bf16)), s, s->heads);
+        call.lse_log2 = poison(the_cuda, (size_t)rows * sizeof(float));
+        call.saved = poison(the_cuda, variants[i]->saved_bytes(s, recipe));
+        call.scratch = poison(the_cuda, variants[i]->scratch_bytes(s, recipe));
+        variants[i]->fwd(&call);
+        out[i] = malloc((size_t)queries * sizeof(bf16));
+        found[i] = malloc((size_t)rows * sizeof(float));
+        gpu_fetch(the_cuda, out[i], call.out.data, (size_t)queries * sizeof(bf16));
+        gpu_fetch(the_cuda, found[i], call.lse_log2, (size_t)rows * sizeof(float));
+        cuda_free(call.out.data);
+        cuda_free(call.lse_log2);
+        cuda_free(call.saved);
+        cuda_free(call.scratch);
+    }
+    double squares = 0;
+    double norm = 0;
+    for (int64_t i = 0; i < queries; i++) {
+        double y = (double)bf16_to_float(out[1][i]);
+        double error = (double)bf16_to_float(out[0][i]) - y;
+        squares += error * error;
+        norm += y * y;
+    }
+    *rel = sqrt(squares / norm);
+    *lse = 0;
+    for (int64_t i = 0; i < rows; i++) {
+        double error = fabs((double)found[0][i] - (double)found[1][i]);
+        *lse = error <= *lse ? *lse : error;
+    }
+    for (int i = 0; i < 2; i++) {
+        free(out[i]);
+        free(found[i]);
+    }
+    cuda_free(call.q.data);
+    cuda_free(call.k.data);
+    cuda_free(call.v.data);
+}
+
+static void long_sequences(void **state)
+{
+    (void)state;
+    struct attention_recipe recipes[3] = {attention_recipe_bf16(), recipe_of(PV_FP8, BWD_REPRESENTED),
+                                          recipe_of(PV_MXFP4, BWD_REPRESENTED)};
+    int bad = 0;
+    for (int i = 0; i < 6; i++) {
+        struct attention_shape shape = shape_of(i % 2 + 1, i % 2 == 0 ? 4000 : 2624, 4, 2, i < 4);
+        double rel;
+        double lse;
+        long_case(&shape, &recipes[i % 3], &rel, &lse);
+        print_message("T %d %s pv=%s: rel-L2 %.2e lse %.1e\n", (int)shape.tokens, shape.causal ? "causal" : "full",
+                      pv_format_names[recipes[i % 3].pv], rel, lse);
+        bad += !(rel < 5e-3) || !(lse < (i % 3 == 0 ? 1e-4 : 0.3));
+    }
+    assert_int_equal(bad, 0);
+}
+
+/* ---- both passes of the variant, against "cuda" ------------------------------------------------------------ */
+
+struct gradients {
+    bf16 *dq, *dk, *dv;
+};
+
+/* Forward and backward of one variant on the tensors of `fwd`. */
+static struct gradients both_passes(const struct attention_variant *variant, struct attention_fwd fwd, bf16 *dout)
+{
+    const struct attention_shape *s = &fwd.shape;
+    size_t queries = (size_t)(s->batch * s->tokens * s->heads * s->head_dim) * sizeof(bf16);
+    size_t keys = (size_t)(s->batch * s->tokens * s->kv_heads * s->head_dim) * sizeof(bf16);
+    fwd.out = view_of(poison(the_cuda, queries), s, s->heads);
+    fwd.lse_log2 = poison(the_cuda, (size_t)(s->batch * s->heads * s->tokens) * sizeof(float));
+    fwd.saved = poison(the_cuda, variant->saved_bytes(s, fwd.recipe));
+    fwd.scratch = poison(the_cuda, variant->scratch_bytes(s, fwd.recipe));
+    variant->fwd(&fwd);
+    struct attention_bwd bwd = {.cuda = the_cuda,
+                                .shape = *s,
+                                .recipe = fwd.recipe,
+                                .q = fwd.q,
+                                .k = fwd.k,
+                                .v = fwd.v,
+                                .out = fwd.out,
+                                .dout = view_of(dout, s, s->heads),
+                                .dq = view_of(poison(the_cuda, queries), s, s->heads),
+                                .dk = view_of(poison(the_cuda, keys), s, s->kv_heads),
+                                .dv = view_of(poison(the_cuda, keys), s, s->kv_heads),
+                                .lse_log2 = fwd.lse_log2,
+                                .saved = fwd.saved,
+                                .scratch = fwd.scratch};
+    variant->bwd(&bwd);
+    struct gradients g = {malloc(queries), malloc(keys), malloc(keys)};
+    gpu_fetch(the_cuda, g.dq, bwd.dq.data, queries);
+    gpu_fetch(the_cuda, g.dk, bwd.dk.data, keys);
+    gpu_fetch(the_cuda, g.dv, bwd.dv.data, keys);
+    cuda_free(fwd.out.data);
+    cuda_free(fwd.lse_log2);
+    cuda_free(fwd.saved);
+    cuda_free(fwd.scratch);
+    cuda_free(bwd.dq.data);
+    cuda_free(bwd.dk.data);
+    cuda_free(bwd.dv.data);
+    return g;
+}
+
+static double relative(const bf16 *x, const bf16 *y, int64_t n)
+{
+    double squares = 0;
+    double norm = 0;
+    for (int64_t i = 0; i < n; i++) {
+        double error = (double)bf16_to_float(x[i]) - (double)bf16_to_float(y[i]);
+        squares += error * error;
+        norm += (double)bf16_to_float(y[i]) * (double)bf16_to_float(y[i]);
+    }
+    return sqrt(squares / norm);
+}
+
+/* The two differ by sums of FP8 products (14 bits) and by the codes of dS and dO' that these flip: a few per thousand
+ * of the gradients; with E4M3 scores by flipped codes of P too. */
+static void whole_variant(void **state)
+{
+    (void)state;
+    struct attention_shape shape = shape_of(1, 777, 4, 2, true);
+    struct attention_recipe recipes[5] = {attention_recipe_bf16(), recipe_of(PV_FP8, BWD_REPRESENTED),
+                                          recipe_of(PV_MXFP4, BWD_REPRESENTED), recipe_of(PV_FP8, BWD_SAVED_OUTPUT),
+                                          recipe_of(PV_FP8, BWD_REPRESENTED)};
+    int64_t queries = shape.tokens * shape.heads * 128;
+    int64_t keys = shape.tokens * shape.kv_heads * 128;
+    struct attention_fwd call = {.cuda = the_cuda, .shape = shape};
+    int bad = 0;
+    recipes[4].qk = QK_NVFP4_E4M3;
+    call.q = view_of(draw(the_cuda, queries, 1), &shape, shape.heads);
+    call.k = view_of(draw(the_cuda, keys, 2), &shape, shape.kv_heads);
+    call.v = view_of(draw(the_cuda, keys, 3), &shape, shape.kv_heads);
+    bf16 *dout = draw(the_cuda, queries, 4);
+    for (int i = 0; i < 5; i++) {
+        const struct attention_variant *variant;
+        call.recipe = &recipes[i];
+        assert_int_equal(attention_choose(&shape, &recipes[i], DEVICE_CUDA, "auto", &variant), OK);
+        assert_string_equal(variant->name, "sm90");
+        struct gradients x = both_passes(variant, call, dout);
+        struct gradients y = both_passes(&attention_variant_cuda, call, dout);
+        double dq = relative(x.dq, y.dq, queries);
+        double dk = relative(x.dk, y.dk, keys);
+        double dv = relative(x.dv, y.dv, keys);
+        double bound = i == 4 ? 5e-2 : i == 0 ? 1e-2 : 2e-2;
+        print_message("both passes, recipe %d: dq %.1e dk %.1e dv %.1e\n", i, dq, dk, dv);
+        bad += !(dq < bound) + !(dk < bound) + !(dv < bound);
+        bf16 *all[] = {x.dq, x.dk, x.dv, y.dq, y.dk, y.dv};
+        for (size_t k = 0; k < sizeof all / sizeof *all; k++) {
+            free(all[k]);
+        }
+    }
+    cuda_free(call.q.data);
+    cuda_free(call.k.data);
+    cuda_free(call.v.data);
+    cuda_free(dout);
+    assert_int_equal(bad, 0);
+}
+
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(lengths), cmocka_unit_test(heads_and_tiles),
-                                       cmocka_unit_test(coded), cmocka_unit_test(codes_equal)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(lengths),        cmocka_unit_test(heads_and_tiles),
+                                       cmocka_unit_test(coded),          cmocka_unit_test(codes_equal),
+                                       cmocka_unit_test(long_sequences), cmocka_unit_test(whole_variant)};
     return cmocka_run_group_tests(tests, open_gpu, close_gpu);
 }
