@@ -104,9 +104,11 @@ $(OUT)/%.o: %.c
 	$(Q)$(CC) $(CFLAGS) $(if $(findstring dist/comm,$<),$(MPI_CFLAGS)) $(if $(findstring cuda,$<)$(findstring nccl,$<),$(CUDA_CFLAGS)) -MMD -MP -c $< -o $@
 
 arch_of = $(or $(findstring sm100,$1),$(findstring sm90,$1),cuda)
+# ptxas only remarks that it ignored setmaxnreg (C7508) or put wgmma products one after the other (C7510 to C7516): errors.
 $(OUT)/%.cu.o: %.cu
 	@mkdir -p $(@D)
-	$(Q)$(NVCC) $(NVFLAGS) $(GENCODE_$(call arch_of,$<)) -MMD -MP -c $< -o $@
+	$(Q)$(NVCC) $(NVFLAGS) $(GENCODE_$(call arch_of,$<)) -MMD -MP -c $< -o $@ 2>$@.log; status=$$?; cat $@.log >&2; \
+	    if grep -qE 'C75(08|1[0-6])' $@.log; then status=1; fi; rm -f $@.log; exit $$status
 
 $(LIBRARY): $(OBJECTS)
 	$(Q)rm -f $@ && ar rcs $@ $^
