@@ -5,8 +5,8 @@
 
 #include "attention/attention_fwd_sm90.cuh"
 
-/* How P becomes codes: E4M3 of 2^(t - a + 8), or E2M1 with a power of two per 32 keys, carried in E5M2 as q 2^(E - a +
- * 13): exact for E >= a - 28. */
+/* How P becomes codes: E4M3 of 2^(t - a + 8), or E2M1 with a power of two per 32 keys, carried in E5M2 as
+ * q 2^(E - a + 13): exact for E >= a - 26, zero below. */
 enum code_kind { CODES_FP8, CODES_MX_EXACT, CODES_MX_CODE_SPACE, CODES_MX_AFFINE };
 
 #define FP8_LIFT 8.0f

@@ -2,8 +2,8 @@
  *
  * A block of query rows of one head, 64 for each consumer warpgroup, is a tile; a persistent grid takes tiles from a
  * counter, longest first. Warpgroup 0 produces: one thread fetches tile numbers and issues all TMA. Keys run from the
- * last block of 128 to the first, so that masks concern the first blocks met only. Where rows do not
- * fill tiles it is the shortest tile that has rows before 0. */
+ * last block of 128 to the first, so that masks concern the first blocks met only. Where rows do not fill tiles of 192
+ * it is the shortest tile that has rows before 0. */
 #pragma once
 
 #include "attention/sm90.cuh"

@@ -32,6 +32,9 @@ const char *attention_fwd_refuses_sm90(const struct attention_shape *shape, cons
     if (recipe->v_diag != V_DIAG_BLOCKED || recipe->sink_keys_fp8 != 0) {
         return "v_diag must be blocked and sink_keys_fp8 0: one view of V for all rows";
     }
+    if (shape->batch * shape->heads * ((shape->tokens + 127) / 128) >= 1 << 24) {
+        return "batch * heads * tokens must be below 2^31: tiles are counted in 24 bits";
+    }
     if (attention_wants_exact(recipe)) {
         return "bwd_stat must be saved or saved_raw: the exact normaliser is not made";
     }
