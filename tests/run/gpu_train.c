@@ -84,13 +84,14 @@ static void test_every_route_follows_the_cpu(void **state)
 
 /* Heads of 128, which have kernels of their own where the GPU is a Hopper: the variant that is preferred, in updates
  * that make no statistics, against the plain one, with the same measure of what a recipe magnifies. The plain runs make
- * statistics in every update, the others in the last. */
+ * statistics in every update, the others in the last. At a rate of 2e-3 this model is unstable (one in 1e5 of the rate
+ * moves its losses by up to a quarter), so that the comparison would say nothing. */
 static void test_preferred_attention_follows_the_plain_one(void **state)
 {
-    static const char *const runs[][2] = {{"plain", "--attention.variant=cuda --optim.lr=2e-3"},
-                                          {"nearly", "--attention.variant=cuda --optim.lr=2.00002e-3"},
-                                          {"auto", "--log.attention_every=20 --optim.lr=2e-3"},
-                                          {"off", "--log.attention_every=0 --run.deterministic=off --optim.lr=2e-3"}};
+    static const char *const runs[][2] = {{"plain", "--attention.variant=cuda --optim.lr=5e-4"},
+                                          {"nearly", "--attention.variant=cuda --optim.lr=5.00005e-4"},
+                                          {"auto", "--log.attention_every=20 --optim.lr=5e-4"},
+                                          {"off", "--log.attention_every=0 --run.deterministic=off --optim.lr=5e-4"}};
     struct program *p = *state;
     int failed = 0;
     for (int r = 0; r < 4; r++) {
