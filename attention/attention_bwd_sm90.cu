@@ -102,7 +102,7 @@ enum {
     AT_DS =
         AT_DO + BWD_STAGES * ROWS_Q, /* two buffers of 64 queries x 128 keys, a panel of 64 keys for each warpgroup */
     AT_STAGING = AT_DS + BWD_DS_BUFFERS * DS_BYTES,
-    AT_STATS = AT_STAGING + BULK * 8 * BWD_STAGING,
+    AT_STATS = AT_STAGING + 8 * BWD_STAGING,
     AT_BARRIERS = AT_STATS + BWD_STAGES * BWD_STATISTICS * 4,
     SHARED_BYTES = AT_BARRIERS + BARRIERS * 8 + 1024, /* 1024: to align the base */
 };
@@ -326,7 +326,15 @@ static __global__ void __launch_bounds__(BWD_THREADS, 1)
 
 /* ---- host -------------------------------------------------------------------------------------------------- */
 
-static struct bwd_plan plan_of(const struct attention_shape *shape, void *scratch, size_t *bytes)
+/* Blocks of keys in flight share tiles of Q, dO and dQ in the L2 cache. Causal sums in any order: about two waves of
+ * units together, longest first, end evenly. Otherwise one head after the other: in order a later block starts later,
+ * and walks over other tiles; without a mask all walks are equally long. */
+static int heads_together(const struct attention_shape *shape, int blocks, bool unordered)
+{
+    return shape->causal && unordered && blocks < 256 ? 256 / blocks : 1;
+}
+
+static struct bwd_plan plan_of(const struct attention_shape *shape, bool unordered, void *scratch, size_t *bytes)
 {
     struct bwd_plan p = {};
     p.tokens = (int)shape->tokens;
@@ -335,7 +343,7 @@ static struct bwd_plan plan_of(const struct attention_shape *shape, void *scratc
     p.units = (int)(shape->batch * shape->kv_heads);
     p.tiles = (int)((shape->tokens + BWD_QUERIES - 1) / BWD_QUERIES);
     p.blocks = (int)((shape->tokens + BWD_KEYS - 1) / BWD_KEYS);
-    p.heads_together = 256 / p.blocks > 1 ? 256 / p.blocks : 1;
+    p.heads_together = heads_together(shape, p.blocks, unordered);
     p.causal = shape->causal;
     p.c = (float)((double)shape->softmax_scale * 1.4426950408889634);
     p.scale = shape->softmax_scale;
@@ -384,7 +392,7 @@ extern "C" size_t attention_bwd_scratch_bytes_sm90(const struct attention_shape 
                                                    const struct attention_recipe *recipe)
 {
     size_t bytes, more = 0;
-    struct bwd_plan p = plan_of(shape, NULL, &bytes);
+    struct bwd_plan p = plan_of(shape, false, NULL, &bytes);
     if (recipe->backward != BWD_BF16) {
         (void)bwd8_plan_of(p, recipe, NULL, &more);
     }
@@ -395,7 +403,7 @@ extern "C" void attention_bwd_sm90(const struct attention_bwd *a)
 {
     size_t bytes, more;
     struct bwd8_plan p = {};
-    p.b = plan_of(&a->shape, a->scratch, &bytes);
+    p.b = plan_of(&a->shape, a->unordered, a->scratch, &bytes);
     p.b.dk = a->dk;
     p.b.dv = a->dv;
     const dim3 tiles((unsigned int)p.b.tiles, (unsigned int)p.b.heads, (unsigned int)a->shape.batch);

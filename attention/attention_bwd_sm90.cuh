@@ -8,10 +8,6 @@
 
 #include "attention/sm90.cuh"
 
-#ifndef BULK
-#define BULK 1
-#endif
-
 enum {
     BWD_KEYS = 128,   /* of a unit of work */
     BWD_QUERIES = 64, /* of a tile */
@@ -98,7 +94,7 @@ static __device__ __forceinline__ int walk_length(const struct bwd_plan &p, cons
  * other. A warpgroup that writes tile i has seen the other's tile i - 2, which the other wrote when done with the
  * product of tile i - 4: hence four buffers. */
 enum {
-    BWD_STAGES = BULK ? 2 : 3, /* tiles of queries in shared memory */
+    BWD_STAGES = 2, /* tiles of queries in shared memory */
     BWD_DS_BUFFERS = 4,
 };
 
@@ -178,11 +174,6 @@ static __device__ __forceinline__ void ds_wait(const struct shared &s, int step)
 
 /* ---- dQ: sums in global memory ---------------------------------------------------------------------------- */
 
-static __device__ __forceinline__ void red_add(float *to, float a, float b, float c, float d)
-{
-    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
-}
-
 enum { BWD_STAGING = 4096 }; /* bytes of one warp's part of a tile of dQ */
 
 /* Adds this warp's part of tile `at`; step: how many tiles the unit has done before; staging: of all warps. In order:
@@ -192,16 +183,6 @@ static __device__ __forceinline__ void add_dq(const struct bwd_plan &p, const st
                                               int step, const float (&x)[32], int staging)
 {
     const int lane = threadIdx.x & 31, warp = wg * 4 + ((threadIdx.x >> 5) & 3);
-    float *to = p.dq + (int64_t)at * BWD_TILE + warp * (BWD_STAGING / 4);
-#if !BULK
-    if (!ORDERED) {
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            red_add(to + (j * 32 + lane) * 4, x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
-        }
-        return;
-    }
-#endif
     const int own = staging + warp * BWD_STAGING;
     if (ORDERED) {
         mbarrier_wait(barrier_at(s, ADDED + wg), (step & 1) ^ 1); /* of the tile before */
@@ -222,7 +203,7 @@ static __device__ __forceinline__ void add_dq(const struct bwd_plan &p, const st
         if (ORDERED) {
             mbarrier_arrive(barrier_at(s, STAGED + wg));
         } else {
-            bulk_add_f32(to, s.base + own, BWD_STAGING);
+            bulk_add_f32(p.dq + (int64_t)at * BWD_TILE + warp * (BWD_STAGING / 4), s.base + own, BWD_STAGING);
             tma_store_commit();
         }
     }

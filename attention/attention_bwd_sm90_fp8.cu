@@ -20,7 +20,7 @@ enum {
     AT_QUERIES = AT_Q + BWD_STAGES * ROWS_Q,        /* dO row, dO col, Q col */
     AT_DS = AT_QUERIES + BWD_STAGES * BWD8_QUERIES, /* 64 queries x 128 keys */
     AT_STAGING = AT_DS + BWD_DS_BUFFERS * DS_BYTES,
-    AT_STATS = AT_STAGING + BULK * 8 * BWD_STAGING,
+    AT_STATS = AT_STAGING + 8 * BWD_STAGING,
     AT_EXPONENTS = AT_STATS + BWD_STAGES * BWD_STATISTICS * 4, /* of MXFP4: two buffers of 128 bytes a warp */
     AT_BARRIERS = AT_EXPONENTS + 2 * 1024,
     SHARED_BYTES = AT_BARRIERS + BARRIERS * 8 + 1024,
