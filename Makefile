@@ -142,7 +142,7 @@ test/%: ## the tests of one room: make test/attention
 	$(MAKE) $(patsubst %.c,$(OUT)/%,$(wildcard tests/$*/test_*.c))
 	BUILD_DIR=$(OUT) tools/run_tests.sh $(patsubst %.c,$(OUT)/%,$(wildcard tests/$*/test_*.c))
 
-test-gpu: test-gpu-binaries ## the tests that need a GPU
+test-gpu: all test-gpu-binaries ## the tests that need a GPU
 	BUILD_DIR=$(OUT) tools/run_tests.sh $(GPU_TESTS)
 
 gpu/%: ## build the GPU tests of one room: make gpu/attention
