@@ -188,6 +188,10 @@ enum status config_compare(const struct config *config, const json_t *saved, con
         if (key->on_resume == RESUME_FREE || (old != NULL && strcmp(old, value) == 0)) {
             continue;
         }
+        /* A key that the saving program did not know, left at its default: that means what that program did. */
+        if (old == NULL && config->origin[i][0] == '\0') {
+            continue;
+        }
         if (key->on_resume == RESUME_NOTICE || is_allowed(allowed, key)) {
             log_info("resume: %s: checkpoint has %s, config has %s: applied", name, old == NULL ? "none" : old, value);
             continue;

@@ -304,6 +304,18 @@ static void test_resume_compares_key_by_key(void **state)
     assert_int_equal(config_compare(config, saved, "linear.* attention.*", "ckpt"), OK);
     json_decref(saved);
     free(config);
+    /* A checkpoint of an older program: a key that it lacks is no difference until somebody sets it. */
+    config = new_config();
+    assert_int_equal(read_text(config, NULL), OK);
+    saved = config_to_json(config);
+    assert_int_equal(json_object_del(saved, "attention.debug_leak"), 0);
+    assert_int_equal(config_compare(config, saved, "", "ckpt"), OK);
+    char *leak[] = {"attention.debug_leak=0.5"};
+    assert_int_equal(config_add_overrides(config, leak, 1), OK);
+    assert_int_equal(config_compare(config, saved, "", "ckpt"), ERR_CONFIG);
+    assert_non_null(strstr(status_last_message(), "attention.debug_leak: checkpoint has none, config has 0.5"));
+    json_decref(saved);
+    free(config);
 }
 
 static void test_documentation_of_keys_is_current(void **state)
