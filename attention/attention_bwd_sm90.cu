@@ -99,8 +99,7 @@ enum {
     AT_V = AT_K + ROWS_K,
     AT_Q = AT_V + ROWS_K,
     AT_DO = AT_Q + BWD_STAGES * ROWS_Q,
-    AT_DS =
-        AT_DO + BWD_STAGES * ROWS_Q, /* two buffers of 64 queries x 128 keys, a panel of 64 keys for each warpgroup */
+    AT_DS = AT_DO + BWD_STAGES * ROWS_Q, /* 64 queries x 128 keys, a panel of 64 keys for each warpgroup */
     AT_STAGING = AT_DS + BWD_DS_BUFFERS * DS_BYTES,
     AT_STATS = AT_STAGING + 8 * BWD_STAGING,
     AT_BARRIERS = AT_STATS + BWD_STAGES * BWD_STATISTICS * 4,
@@ -196,7 +195,6 @@ static __device__ __forceinline__ void compute(const struct bwd_plan &p, const s
     const uint64_t k_rows = operand_k_major(s.base + AT_K + wg * 8192);
     const uint64_t v_rows = operand_k_major(s.base + AT_V + wg * 8192);
     const uint64_t k_half = operand_mn_major(s.base + AT_K + wg * (ROWS_K / 2), 0);
-    const bool edge = !p.causal && u.block * BWD_KEYS + BWD_KEYS > p.tokens;
     /* stmatrix: lanes 0-7, 16-23 give rows of queries of keys 0-7, the others of keys 8-15. */
     const uint32_t ds_at = s.base + AT_DS + wg * 8192 + (8 * (lane >> 4) + (lane & 7)) * 128 +
                            (((2 * warp + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
@@ -221,22 +219,10 @@ static __device__ __forceinline__ void compute(const struct bwd_plan &p, const s
         wgmma_pin(x);
         wgmma_fence();
         product_transposed(y, v_rows, operand_k_major(dout));
-        if (edge || (p.causal && w.tile < u.first + BWD_KEYS / BWD_QUERIES)) {
-            const int query = w.tile * BWD_QUERIES + 2 * (lane & 3);
-#pragma unroll
-            for (int j = 0; j < 32; j++) {
-                const int last = p.causal ? query + 8 * (j >> 2) + (j & 1) : p.tokens - 1;
-                x[j] = key + 8 * ((j >> 1) & 1) <= last ? x[j] : -INFINITY;
-            }
+        if (masked(p, u, w.tile)) {
+            mask_scores(p, key, w.tile, x);
         }
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            const float2 lse = stats[4 * j];
-            x[4 * j] = exp2_fast(fmaf(x[4 * j], p.c, -lse.x));
-            x[4 * j + 1] = exp2_fast(fmaf(x[4 * j + 1], p.c, -lse.y));
-            x[4 * j + 2] = exp2_fast(fmaf(x[4 * j + 2], p.c, -lse.x));
-            x[4 * j + 3] = exp2_fast(fmaf(x[4 * j + 3], p.c, -lse.y));
-        }
+        exponentials(x, stats, p.c, 0.0f);
         pack(x, px);
         wgmma_pin(px);
         wgmma_fence();
@@ -296,7 +282,7 @@ static __device__ __forceinline__ void compute(const struct bwd_plan &p, const s
     wgmma_pin(x);
     wgmma_pin(dk);
     wgmma_pin(dv);
-    named_barrier_sync(BARRIER_DS, 256); /* all products that read K and V are complete */
+    named_barrier_sync(BARRIER_BOTH, 256); /* all products that read K and V are complete */
     const int key0 = u.block * BWD_KEYS + wg * 64;
     store_keys(dk, p.scale, s.base + AT_K + wg * 16384, s.memory + AT_K + wg * 16384, wg, key0, p,
                p.dk.data + u.batch * p.dk.batch_stride + u.kv * p.dk.head_stride, p.dk.token_stride);

@@ -14,7 +14,7 @@ enum {
     BWD_FEATURES = 128,
     BWD_TILE = BWD_QUERIES * BWD_FEATURES,
     BWD_THREADS = 384, /* one warpgroup that loads, two that compute */
-    BARRIER_DS = 1,    /* named barriers: both warpgroups; one (2, 3); two warps (4 .. 7) */
+    BARRIER_BOTH = 1,  /* named barriers: both warpgroups; one (2, 3); two warps (4 .. 7) */
     BARRIER_HALF = 2,
     BARRIER_PAIR = 4,
     BWD_STATISTICS = 2 * BWD_QUERIES, /* floats of a tile: LSE2, then r; LSE2 is +Inf where a row has no gradient */
@@ -39,7 +39,7 @@ struct unit {
 };
 
 /* Blocks of the same few heads come together. Causal: the longest walk first, or, where sums are ordered, the shortest,
- * so that each block finds its predecessor one tile ahead. */
+ * so that each block finds its predecessor two tiles ahead. */
 static __device__ __forceinline__ struct unit unit_of(const struct bwd_plan &p, int index, bool ordered)
 {
     const int together = p.heads_together * p.blocks;
@@ -170,6 +170,39 @@ static __device__ __forceinline__ void ds_written(const struct shared &s, int st
 static __device__ __forceinline__ void ds_wait(const struct shared &s, int step)
 {
     mbarrier_wait(barrier_at(s, DS_FULL + step % BWD_DS_BUFFERS), step / BWD_DS_BUFFERS & 1);
+}
+
+/* ---- scores ------------------------------------------------------------------------------------------------ */
+
+/* Whether some score of a unit's keys and this tile is masked. */
+static __device__ __forceinline__ bool masked(const struct bwd_plan &p, const struct unit &u, int tile)
+{
+    return p.causal ? tile < u.first + BWD_KEYS / BWD_QUERIES : u.block * BWD_KEYS + BWD_KEYS > p.tokens;
+}
+
+/* S^T of 64 keys (this thread's: key, key + 8) x 64 queries: masked scores become -Inf. */
+static __device__ __forceinline__ void mask_scores(const struct bwd_plan &p, int key, int tile, float (&x)[32])
+{
+    const int query = tile * BWD_QUERIES + 2 * (threadIdx.x & 3);
+#pragma unroll
+    for (int j = 0; j < 32; j++) {
+        const int last = p.causal ? query + 8 * (j >> 2) + (j & 1) : p.tokens - 1;
+        x[j] = key + 8 * ((j >> 1) & 1) <= last ? x[j] : -INFINITY;
+    }
+}
+
+/* 2^(c s - from + lift) of scores; from: the tile's first statistic, of this thread's queries; lift: a constant. */
+static __device__ __forceinline__ void exponentials(float (&x)[32], const float2 *from, float c, float lift)
+{
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const float2 f = from[4 * j];
+        const float even = lift == 0 ? -f.x : lift - f.x, odd = lift == 0 ? -f.y : lift - f.y;
+        x[4 * j] = exp2_fast(fmaf(x[4 * j], c, even));
+        x[4 * j + 1] = exp2_fast(fmaf(x[4 * j + 1], c, odd));
+        x[4 * j + 2] = exp2_fast(fmaf(x[4 * j + 2], c, even));
+        x[4 * j + 3] = exp2_fast(fmaf(x[4 * j + 3], c, odd));
+    }
 }
 
 /* ---- dQ: sums in global memory ---------------------------------------------------------------------------- */
