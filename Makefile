@@ -85,6 +85,7 @@ TEST_HELPERS = $(patsubst %.c,$(OUT)/%.o,$(filter-out $(wildcard $(1)/test_*.c $
                  $(if $(filter tests/faults/,$(1)),tests/run/program.c))
 FUZZERS := $(patsubst %.c,$(OUT)/%,$(wildcard tests/fuzz/fuzz_*.c))
 BENCHES := $(patsubst %.c,$(OUT)/%,$(filter-out $(if $(filter 0,$(CUDA)),bench/%_cuda.c),$(wildcard bench/*.c)))
+KERNEL_BENCHES := $(if $(filter 1,$(CUDA)),$(patsubst %.cu,$(OUT)/%,$(wildcard bench/*.cu)))
 PROGRAMS := $(addprefix $(OUT)/,$(if $(wildcard train/main.c),train_gpt8b) $(TOOLS))
 GENERATED_FROM := $(SOURCES) train/main.c $(wildcard tools/*.c tests/*/*.c bench/*.c)
 
@@ -118,6 +119,8 @@ $(OUT)/train_gpt8b: $(OUT)/train/main.o $(LIBRARY)
 $(addprefix $(OUT)/,$(TOOLS)): $(OUT)/%: $(OUT)/tools/%.o $(LIBRARY)
 	$(Q)$(CC) $(LDFLAGS) $^ $(LDLIBS) -o $@
 $(BENCHES): $(OUT)/bench/%: $(OUT)/bench/%.o $(LIBRARY)
+	$(Q)$(CC) $(LDFLAGS) $^ $(LDLIBS) -o $@
+$(KERNEL_BENCHES): $(OUT)/bench/%: $(OUT)/bench/%.cu.o $(LIBRARY)
 	$(Q)$(CC) $(LDFLAGS) $^ $(LDLIBS) -o $@
 .SECONDEXPANSION:
 $(TESTS) $(GPU_TESTS): $(OUT)/%: $(OUT)/%.o $$(call TEST_HELPERS,$$(dir $$*)) $(LIBRARY)
@@ -161,7 +164,7 @@ soak: all ## the long tests: kills, signals and full disks at many points, 64 ra
 	$(MAKE) $(filter $(OUT)/tests/faults/%,$(TESTS))
 	BUILD_DIR=$(OUT) SEED=$(SEED) tools/soak.sh
 
-bench: $(BENCHES) ## build the benchmarks: build/<flavour>/bench/*
+bench: $(BENCHES) $(KERNEL_BENCHES) ## build the benchmarks: build/<flavour>/bench/*
 
 tidy: ## includes point one way, files stay small, nothing forbidden
 	$(Q)tools/tidy.sh
