@@ -151,7 +151,7 @@ int config_diff(const struct config *a, const struct config *b, void (*print)(co
 
 /* Resume: compares `saved` (config_to_json of the checkpoint) key by key. RESUME_FIXED keys that differ fail with
  * ERR_CONFIG, "checkpoint has X, config has Y", unless `allowed` (key names or section.*, blanks between) names them;
- * RESUME_NOTICE keys are logged. A key that `saved` lacks and that is at its default here is equal: a default means what
- * older programs did. `path` names the checkpoint. */
+ * RESUME_NOTICE keys are logged. A key that `saved` lacks and that is at its default here is equal: a default means
+ * what older programs did. `path` names the checkpoint. */
 MUST_CHECK enum status config_compare(const struct config *config, const json_t *saved, const char *allowed,
                                       const char *path);
