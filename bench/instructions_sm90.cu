@@ -103,10 +103,9 @@ template <int N, operands KIND> static void product(const bench &b, const char *
 
 /* ---- other instructions: 64 independent ones a round in each warp ---- */
 
-enum instruction { EX2, FMA, MAX, ADD, CVT_BF16, CVT_E4M3, CVT_E5M2, E4M3_F16, PRMT, SHFL, INSTRUCTIONS };
-static const char *const instruction_names[] = {
-    "ex2.approx.ftz.f32", "fma.rn.f32",     "max.f32",          "add.f32",  "cvt bf16x2.f32",
-    "cvt e4m3x2.f32",     "cvt e5m2x2.f32", "cvt f16x2.e4m3x2", "prmt.b32", "shfl.bfly"};
+enum instruction { EX2, FMA, MAX, ADD, E4M3_F16, PRMT, SHFL, INSTRUCTIONS };
+static const char *const instruction_names[] = {"ex2.approx.ftz.f32", "fma.rn.f32", "max.f32",  "add.f32",
+                                                "cvt f16x2.e4m3x2",   "prmt.b32",   "shfl.bfly"};
 
 template <int KIND>
 __global__ void __launch_bounds__(THREADS, 1) instruction_kernel(float *out, long long *clocks, float c)
@@ -124,7 +123,6 @@ __global__ void __launch_bounds__(THREADS, 1) instruction_kernel(float *out, lon
             float &f = x[i % 16];
             uint32_t &w = u[i % 16];
             const float g = x[(i + 5) % 16];
-            unsigned short half = 0;
             if (KIND == EX2) {
                 asm volatile("ex2.approx.ftz.f32 %0, %0;" : "+f"(f));
             } else if (KIND == FMA) {
@@ -133,16 +131,8 @@ __global__ void __launch_bounds__(THREADS, 1) instruction_kernel(float *out, lon
                 asm volatile("max.f32 %0, %0, %1;" : "+f"(f) : "f"(g));
             } else if (KIND == ADD) {
                 asm volatile("add.f32 %0, %0, %1;" : "+f"(f) : "f"(g));
-            } else if (KIND == CVT_BF16) {
-                asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(f), "f"(g));
-            } else if (KIND == CVT_E4M3) {
-                asm volatile("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(half) : "f"(f), "f"(g));
-                w = half;
-            } else if (KIND == CVT_E5M2) {
-                asm volatile("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(half) : "f"(f), "f"(g));
-                w = half;
             } else if (KIND == E4M3_F16) {
-                half = (unsigned short)w;
+                unsigned short half = (unsigned short)w;
                 asm volatile("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(w) : "h"(half));
             } else if (KIND == PRMT) {
                 asm volatile("prmt.b32 %0, %0, %1, 0x5410;" : "+r"(w) : "r"(u[(i + 5) % 16]));
