@@ -4,55 +4,12 @@
  * forward on random inputs. */
 #include "attention/attention_bwd_sm90.h"
 #include "attention/attention_sm90.h"
-#include "core/cuda.h"
+#include "bench/gpu.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 
 enum { RUNS_MAX = 100, D = 128, HEADS = 32, KV_HEADS = 8 };
-
-static void must(enum status status)
-{
-    if (status != OK) {
-        fprintf(stderr, "attention_bwd_cuda: %s\n", status_last_message());
-        exit(1);
-    }
-}
-
-static void *device_array(size_t bytes)
-{
-    void *p;
-    must(cuda_alloc(&p, bytes > 0 ? bytes : 1, "bench"));
-    return p;
-}
-
-/* n values of about a normal distribution times scale, in BF16: the sum of four uniform ones. */
-static bf16 *draw(const struct cuda *cuda, int64_t n, uint64_t seed, float scale)
-{
-    bf16 *host = malloc((size_t)n * sizeof(bf16));
-    bf16 *device = device_array((size_t)n * sizeof(bf16));
-    for (int64_t i = 0; i < n; i++) {
-        uint64_t x = (seed + (uint64_t)i) * 0x9E3779B97F4A7C15u;
-        x = (x ^ (x >> 29)) * 0xBF58476D1CE4E5B9u;
-        x ^= x >> 32;
-        float sum = 0;
-        for (int k = 0; k < 4; k++) {
-            sum += (float)(x >> (16 * k) & 0xffff) * 0x1p-16f - 0.5f;
-        }
-        host[i] = bf16_from_float(sum * 1.7320508f * scale);
-    }
-    cuda_upload(cuda, device, host, (size_t)n * sizeof(bf16));
-    must(cuda_sync(cuda, "upload"));
-    free(host);
-    return device;
-}
-
-static int by_value(const void *a, const void *b)
-{
-    double x = *(const double *)a;
-    double y = *(const double *)b;
-    return (x > y) - (x < y);
-}
 
 static struct head_view view_of(bf16 *data, const struct attention_shape *s, int64_t heads)
 {
@@ -77,8 +34,7 @@ static double backward_ms(struct cuda *cuda, const struct attention_bwd *call, i
     }
     cuda_event_close(from);
     cuda_event_close(to);
-    qsort(ms, (size_t)runs, sizeof *ms, by_value);
-    return ms[runs / 2];
+    return median(ms, runs);
 }
 
 /* The inputs of one shape, on the device. */
@@ -90,8 +46,8 @@ struct inputs {
 static void bench_recipe(struct cuda *cuda, const struct attention_shape *s, const struct inputs *x,
                          const struct attention_recipe *recipe, int runs)
 {
-    void *saved = device_array(attention_variant_sm90.saved_bytes(s, recipe));
-    void *scratch = device_array(attention_variant_sm90.scratch_bytes(s, recipe));
+    void *saved = device_memory(attention_variant_sm90.saved_bytes(s, recipe));
+    void *scratch = device_memory(attention_variant_sm90.scratch_bytes(s, recipe));
     struct attention_fwd fwd = {.cuda = cuda, .shape = *s, .recipe = recipe, .lse_log2 = x->lse, .saved = saved};
     struct attention_bwd bwd = {.cuda = cuda, .shape = *s, .recipe = recipe, .lse_log2 = x->lse, .saved = saved};
     fwd.q = bwd.q = view_of(x->q, s, HEADS);
@@ -136,15 +92,15 @@ static void bench_shape(struct cuda *cuda, const struct attention_shape *s, int 
     int64_t queries = s->batch * s->tokens * HEADS * D;
     int64_t keys = s->batch * s->tokens * KV_HEADS * D;
     struct inputs x = {
-        .q = draw(cuda, queries, 1, 1),
-        .k = draw(cuda, keys, 2, 1),
-        .v = draw(cuda, keys, 3, 1),
-        .dout = draw(cuda, queries, 4, 0x1p-10f),
-        .out = device_array((size_t)queries * sizeof(bf16)),
-        .dq = device_array((size_t)queries * sizeof(bf16)),
-        .dk = device_array((size_t)keys * sizeof(bf16)),
-        .dv = device_array((size_t)keys * sizeof(bf16)),
-        .lse = device_array((size_t)(s->batch * HEADS * s->tokens) * sizeof(float)),
+        .q = device_normal(cuda, queries, 1, 1),
+        .k = device_normal(cuda, keys, 2, 1),
+        .v = device_normal(cuda, keys, 3, 1),
+        .dout = device_normal(cuda, queries, 4, 0x1p-10f),
+        .out = device_memory((size_t)queries * sizeof(bf16)),
+        .dq = device_memory((size_t)queries * sizeof(bf16)),
+        .dk = device_memory((size_t)keys * sizeof(bf16)),
+        .dv = device_memory((size_t)keys * sizeof(bf16)),
+        .lse = device_memory((size_t)(s->batch * HEADS * s->tokens) * sizeof(float)),
     };
     for (size_t i = 0; i < sizeof routes / sizeof *routes; i++) {
         struct attention_recipe recipe = attention_recipe_bf16();

@@ -2,50 +2,12 @@
  * Usage: attention_cuda [runs [causal]], with the second only causal shapes. One line a shape and recipe; medians of
  * CUDA events; random inputs. */
 #include "attention/attention_sm90.h"
-#include "core/cuda.h"
+#include "bench/gpu.h"
 
-#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 
 enum { RUNS_MAX = 100 };
-
-static void must(enum status status)
-{
-    if (status != OK) {
-        fprintf(stderr, "attention_cuda: %s\n", status_last_message());
-        exit(1);
-    }
-}
-
-/* n values of about a normal distribution, in BF16: the sum of four uniform ones, scaled. */
-static bf16 *draw(struct cuda *cuda, int64_t n, uint64_t seed)
-{
-    bf16 *host = malloc((size_t)n * sizeof(bf16));
-    void *device;
-    for (int64_t i = 0; i < n; i++) {
-        uint64_t x = (seed + (uint64_t)i) * 0x9E3779B97F4A7C15u;
-        x = (x ^ (x >> 29)) * 0xBF58476D1CE4E5B9u;
-        x ^= x >> 32;
-        float sum = 0;
-        for (int k = 0; k < 4; k++) {
-            sum += (float)(x >> (16 * k) & 0xffff) * 0x1p-16f - 0.5f;
-        }
-        host[i] = bf16_from_float(sum * 1.7320508f);
-    }
-    must(cuda_alloc(&device, (size_t)n * sizeof(bf16), "bench input"));
-    cuda_upload(cuda, device, host, (size_t)n * sizeof(bf16));
-    must(cuda_sync(cuda, "upload"));
-    free(host);
-    return device;
-}
-
-static int by_value(const void *a, const void *b)
-{
-    double x = *(const double *)a;
-    double y = *(const double *)b;
-    return (x > y) - (x < y);
-}
 
 static struct head_view view_of(bf16 *data, const struct attention_shape *s, int64_t heads)
 {
@@ -86,8 +48,7 @@ static double forward_ms(struct cuda *cuda, const struct forward *f, int runs)
         cuda_event_close(from[i]);
         cuda_event_close(to[i]);
     }
-    qsort(ms, (size_t)runs, sizeof *ms, by_value);
-    return ms[runs / 2];
+    return median(ms, runs);
 }
 
 /* Device memory of one shape. */
@@ -96,13 +57,6 @@ struct tensors {
     void *lse, *saved, *scratch, *counter, *facts, *q8, *k8, *column, *inverse;
 };
 
-static void *take(size_t bytes)
-{
-    void *memory;
-    must(cuda_alloc(&memory, bytes, "bench"));
-    return memory;
-}
-
 static void tensors_open(struct cuda *cuda, const struct attention_shape *s, struct tensors *t)
 {
     struct attention_recipe most = attention_recipe_bf16();
@@ -110,19 +64,19 @@ static void tensors_open(struct cuda *cuda, const struct attention_shape *s, str
     int64_t keys = s->batch * s->tokens * s->kv_heads * s->head_dim;
     most.qk = QK_NVFP4_E4M3;
     most.pv = PV_MXFP4;
-    t->q = view_of(draw(cuda, queries, 1), s, s->heads);
-    t->k = view_of(draw(cuda, keys, 2), s, s->kv_heads);
-    t->v = view_of(draw(cuda, keys, 3), s, s->kv_heads);
-    t->out = view_of(draw(cuda, queries, 4), s, s->heads);
-    t->lse = take((size_t)(s->batch * s->heads * s->tokens) * sizeof(float));
-    t->saved = take(attention_variant_sm90.saved_bytes(s, &most));
-    t->scratch = take(attention_fwd_scratch_bytes_sm90(s, &most));
-    t->counter = take(64);
-    t->facts = take((size_t)(s->batch * s->heads) * sizeof(struct head_facts));
-    t->q8 = take((size_t)queries);
-    t->k8 = take((size_t)keys);
-    t->column = take((size_t)keys);
-    t->inverse = take((size_t)(s->batch * s->heads) * sizeof(float));
+    t->q = view_of(device_normal(cuda, queries, 1, 1), s, s->heads);
+    t->k = view_of(device_normal(cuda, keys, 2, 1), s, s->kv_heads);
+    t->v = view_of(device_normal(cuda, keys, 3, 1), s, s->kv_heads);
+    t->out = view_of(device_normal(cuda, queries, 4, 1), s, s->heads);
+    t->lse = device_memory((size_t)(s->batch * s->heads * s->tokens) * sizeof(float));
+    t->saved = device_memory(attention_variant_sm90.saved_bytes(s, &most));
+    t->scratch = device_memory(attention_fwd_scratch_bytes_sm90(s, &most));
+    t->counter = device_memory(64);
+    t->facts = device_memory((size_t)(s->batch * s->heads) * sizeof(struct head_facts));
+    t->q8 = device_memory((size_t)queries);
+    t->k8 = device_memory((size_t)keys);
+    t->column = device_memory((size_t)keys);
+    t->inverse = device_memory((size_t)(s->batch * s->heads) * sizeof(float));
 }
 
 static void tensors_close(struct tensors *t)
@@ -198,7 +152,8 @@ int main(int argc, char **argv)
     struct cuda *cuda;
     runs = runs < 1 ? 1 : runs > RUNS_MAX ? RUNS_MAX : runs;
     must(cuda_open(&cuda, 0));
-    for (size_t i = 0; i<2 * sizeof shapes / sizeof *shapes; i += argc> 2 ? 2 : 1) {
+    const size_t step = argc > 2 ? 2 : 1;
+    for (size_t i = 0; i < 2 * sizeof shapes / sizeof *shapes; i += step) {
         const int64_t *shape = shapes[i / 2];
         struct attention_shape s = {shape[0], shape[1], 32, 8, 128, i % 2 == 0, 0.08838834764f};
         struct tensors t;

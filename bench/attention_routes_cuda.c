@@ -3,7 +3,7 @@
  *   build/release/bench/attention_routes_cuda [variant | all] [route | all] [forward | backward | both] [runs] [tokens]
  * Medians of events, random inputs. The first line is the rate of a device copy in the same run. */
 #include "attention/attention.h"
-#include "core/cuda.h"
+#include "bench/gpu.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -48,59 +48,11 @@ static const struct {
     bool causal;
 } sizes[] = {{4, 4096, true}, {2, 8192, true}, {1, 16384, true}, {4, 4096, false}};
 
-static void must(enum status status)
-{
-    if (status != OK) {
-        fprintf(stderr, "attention_routes_cuda: %s\n", status_last_message());
-        exit(1);
-    }
-}
-
-static void *device_memory(size_t bytes)
-{
-    void *memory;
-    must(cuda_alloc(&memory, bytes > 0 ? bytes : 16, "bench tensor"));
-    return memory;
-}
-
-/* n values of about a normal distribution, in BF16: the sum of four uniform ones, scaled. */
-static bf16 *draw(const struct cuda *cuda, int64_t n, uint64_t seed, float size)
-{
-    bf16 *host = malloc((size_t)n * sizeof(bf16));
-    void *device = device_memory((size_t)n * sizeof(bf16));
-    for (int64_t i = 0; i < n; i++) {
-        uint64_t x = (seed + (uint64_t)i) * 0x9E3779B97F4A7C15u;
-        x = (x ^ (x >> 29)) * 0xBF58476D1CE4E5B9u;
-        x ^= x >> 32;
-        float sum = 0;
-        for (int k = 0; k < 4; k++) {
-            sum += (float)((x >> (16 * k)) & 0xffff) / 65536.0f - 0.5f;
-        }
-        host[i] = bf16_from_float(size * 1.7320508f * sum);
-    }
-    cuda_upload(cuda, device, host, (size_t)n * sizeof(bf16));
-    must(cuda_sync(cuda, "bench inputs"));
-    free(host);
-    return device;
-}
-
-static int by_size(const void *a, const void *b)
-{
-    const double *x = a, *y = b;
-    return *x < *y ? -1 : *x > *y;
-}
-
 struct timer {
     struct cuda_event *from, *to;
     double ms[RUNS_MAX];
     int n;
 };
-
-static double median(struct timer *t)
-{
-    qsort(t->ms, (size_t)t->n, sizeof *t->ms, by_size);
-    return t->ms[t->n / 2];
-}
 
 struct tensors {
     bf16 *qkv, *out, *dout, *dqkv;
@@ -183,7 +135,7 @@ static double time_pass(const struct call *c, struct timer *timer, int runs, boo
             timer->ms[timer->n++] = cuda_event_ms(timer->from, timer->to);
         }
     }
-    return median(timer);
+    return median(timer->ms, timer->n);
 }
 
 static struct attention_recipe recipe_of(const struct route *r)
@@ -258,7 +210,7 @@ static void copy_rate(const struct cuda *cuda, const struct tensors *t, size_t b
         must(cuda_sync(cuda, "copy"));
         timer.ms[timer.n++] = cuda_event_ms(timer.from, timer.to);
     }
-    printf("device copy %.0f GB/s (read and written)\n", 2.0 * (double)bytes / median(&timer) * 1e-6);
+    printf("device copy %.0f GB/s (read and written)\n", 2.0 * (double)bytes / median(timer.ms, timer.n) * 1e-6);
     cuda_event_close(timer.from);
     cuda_event_close(timer.to);
 }
@@ -271,9 +223,9 @@ int main(int argc, char **argv)
     struct cuda *cuda;
     must(cuda_open(&cuda, 0));
     int64_t tokens = 16384; /* of every size */
-    struct tensors t = {.qkv = draw(cuda, tokens * QKV_WIDTH, 1, 1.0f),
+    struct tensors t = {.qkv = device_normal(cuda, tokens * QKV_WIDTH, 1, 1.0f),
                         .out = device_memory((size_t)(tokens * OUT_WIDTH) * sizeof(bf16)),
-                        .dout = draw(cuda, tokens * OUT_WIDTH, 2, 0x1p-10f),
+                        .dout = device_normal(cuda, tokens * OUT_WIDTH, 2, 0x1p-10f),
                         .dqkv = device_memory((size_t)(tokens * QKV_WIDTH) * sizeof(bf16)),
                         .lse = device_memory((size_t)(tokens * HEADS) * sizeof(float)),
                         .stats = device_memory(sizeof(struct attention_stats))};

@@ -4,6 +4,7 @@
  * the power limit leaves, which a pause would raise for a while. Random numbers: zeros draw less power. Rates of
  * quantisers count the bytes that must move, beside a device copy measured in the same run. */
 #include "core/gemm_cuda.h"
+#include "bench/gpu.h"
 #include "core/rng.h"
 #include "model/linear.h"
 #include "model/linear_format.h"
@@ -18,13 +19,6 @@ enum { CALLS = 9, WARM_MS = 50, PATTERN = 1 << 22 };
 /* The second one never plans a product: the library's first proposals. */
 static struct cuda *gpu, *unplanned;
 static struct cuda_event *from, *to;
-
-static void must(enum status status)
-{
-    if (status != OK) {
-        exit(status_exit_code(status));
-    }
-}
 
 /* ---- memory: random numbers of each type, repeated ---- */
 
@@ -62,12 +56,6 @@ static void *array(const void *filler, enum dtype type, int64_t n)
 
 /* ---- time ---- */
 
-static int by_size(const void *a, const void *b)
-{
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
 static double timed_ms(void (*call)(const struct cuda *, const void *), const struct cuda *on, const void *context)
 {
     cuda_event_record(on, from);
@@ -75,12 +63,6 @@ static double timed_ms(void (*call)(const struct cuda *, const void *), const st
     cuda_event_record(on, to);
     must(cuda_sync(on, "timing"));
     return cuda_event_ms(from, to);
-}
-
-static double median(double *ms)
-{
-    qsort(ms, CALLS, sizeof ms[0], by_size);
-    return ms[CALLS / 2];
 }
 
 static void warm_up(void (*call)(const struct cuda *, const void *), const void *context)
@@ -98,7 +80,7 @@ static double median_ms(void (*call)(const struct cuda *, const void *), const v
     for (int i = 0; i < CALLS; i++) {
         ms[i] = timed_ms(call, gpu, context);
     }
-    return median(ms);
+    return median(ms, CALLS);
 }
 
 /* ---- products ---- */
@@ -151,7 +133,7 @@ static void product_line(const char *what, const char *name, struct gemm_cuda *g
         firsts[i] = timed_ms(call_product, unplanned, g);
         chosens[i] = timed_ms(call_product, gpu, g);
     }
-    double first = median(firsts), chosen = median(chosens);
+    double first = median(firsts, CALLS), chosen = median(chosens, CALLS);
     printf("%-8s %-22s %6ld %6ld %6ld %8.3f %7.0f %7.0f\n", name, what, (long)g->m, (long)g->n, (long)g->k, chosen,
            work / chosen, work / first);
     cuda_free(operands[0]);

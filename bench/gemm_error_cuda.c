@@ -2,6 +2,7 @@
  * run) and not (`fast`), and those of BF16. build/release/bench/gemm_error_cuda A sample of the elements of a 4096 x
  * 4096 product against FP64 sums of the same operands, which are normal numbers plus a mean: with a mean, sums grow
  * with k, and what is cut from each term no longer averages out. */
+#include "bench/gpu.h"
 #include "core/gemm_cuda.h"
 #include "core/rng.h"
 #include "numerics/formats.h"
@@ -13,13 +14,6 @@
 enum { SIZE = 4096, SAMPLES = 512, ROWS = 64 }; /* rows repeat: distinct ones of an operand */
 
 static struct cuda *gpu;
-
-static void must(enum status status)
-{
-    if (status != OK) {
-        exit(status_exit_code(status));
-    }
-}
 
 struct operand {
     enum dtype type;

@@ -6,7 +6,7 @@
  * Weights are random numbers, tokens are spread over the vocabulary. Medians of ROUNDS rounds. The table is of plain
  * calls with events around each group; below it the same work as a graph, without events. GB/s count what a group must
  * read and write at least, TF/s what the model needs (attention: half of T x T). */
-#include "core/cuda.h"
+#include "bench/gpu.h"
 #include "core/log.h"
 #include "core/rng.h"
 #include "model/model.h"
@@ -129,18 +129,6 @@ static enum status trace_round(struct bench *b, int round)
     return OK;
 }
 
-static int ascending(const void *a, const void *b)
-{
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static double median(double *ms)
-{
-    qsort(ms, ROUNDS, sizeof *ms, ascending);
-    return ms[ROUNDS / 2];
-}
-
 static double time_copy(struct bench *b, size_t bytes)
 {
     double ms[ROUNDS];
@@ -154,7 +142,7 @@ static double time_copy(struct bench *b, size_t bytes)
         }
         ms[i] = cuda_event_ms(b->marks[0], b->marks[1]);
     }
-    return 2e-6 * (double)bytes / median(ms); /* GB/s, read and written */
+    return 2e-6 * (double)bytes / median(ms, ROUNDS); /* GB/s, read and written */
 }
 
 static enum status time_graph(struct bench *b, double *ms)
@@ -173,7 +161,7 @@ static enum status time_graph(struct bench *b, double *ms)
             rounds[i] = cuda_event_ms(b->marks[0], b->marks[1]);
         }
     }
-    *ms = median(rounds);
+    *ms = median(rounds, ROUNDS);
     cuda_graph_close(graph);
     return OK;
 }
@@ -270,7 +258,7 @@ static void print_groups(struct bench *b, double copy_rate)
     for (int i = 0; i < b->group_count; i++) {
         struct group *g = &b->groups[i];
         struct work work = work_of(b, g->name);
-        double ms = median(g->ms), call = ms / g->calls;
+        double ms = median(g->ms, ROUNDS), call = ms / g->calls;
         sum += ms;
         printf("%-22s %6d %9.3f %9.4f ", g->name, g->calls, ms, call);
         if (work.flops > 0) {

@@ -3,7 +3,7 @@
  *   build/release/bench/ops_cuda [millions of AdamW elements [rows|head|optimizer]]
  * A figure is the median of SAMPLES samples of at least a millisecond each. Data are random numbers, repeated every 16
  * MB. */
-#include "core/cuda.h"
+#include "bench/gpu.h"
 #include "core/gemm_cuda.h"
 #include "model/cross_entropy.h"
 #include "model/embedding.h"
@@ -31,25 +31,11 @@ enum {
 static struct cuda *cuda;
 static double copy_rate; /* GB/s */
 
-static void must(enum status status)
-{
-    if (status != OK) {
-        exit(status_exit_code(status));
-    }
-}
-
-static void *device(size_t bytes)
-{
-    void *memory;
-    must(cuda_alloc(&memory, bytes, "bench"));
-    return memory;
-}
-
 /* Random numbers in (-scale, scale), or (0, scale) when not `sign`; FP32 or BF16. */
 static void *numbers(size_t elements, enum dtype type, float scale, bool sign)
 {
     const size_t bytes = elements * dtype_bytes(type), pattern = bytes < PATTERN ? bytes : PATTERN;
-    char *host = malloc(PATTERN), *memory = device(bytes);
+    char *host = malloc(PATTERN), *memory = device_memory(bytes);
     uint64_t x = 88172645463325252u;
     for (size_t i = 0; i < pattern / dtype_bytes(type); i++) {
         x ^= x << 13, x ^= x >> 7, x ^= x << 17;
@@ -67,12 +53,6 @@ static void *numbers(size_t elements, enum dtype type, float scale, bool sign)
     must(cuda_sync(cuda, "fill"));
     free(host);
     return memory;
-}
-
-static int by_size(const void *a, const void *b)
-{
-    double x = *(const double *)a, y = *(const double *)b;
-    return x < y ? -1 : x > y;
 }
 
 /* Milliseconds of one call. */
@@ -99,10 +79,9 @@ static double measure(void (*call)(const void *), const void *argument)
         must(cuda_sync(cuda, "measure"));
         ms[i] = cuda_event_ms(from, to) / calls;
     }
-    qsort(ms, SAMPLES, sizeof *ms, by_size);
     cuda_event_close(from);
     cuda_event_close(to);
-    return ms[SAMPLES / 2];
+    return median(ms, SAMPLES);
 }
 
 static void print_row(const char *name, const char *shape, double bytes, double ms)
@@ -128,7 +107,7 @@ static void call_copy(const void *argument)
 
 static void bench_copy(size_t bytes, const char *shape, bool is_measure)
 {
-    struct copy a = {.from = numbers(bytes / 2, DTYPE_BF16, 1, true), .to = device(bytes), .bytes = bytes};
+    struct copy a = {.from = numbers(bytes / 2, DTYPE_BF16, 1, true), .to = device_memory(bytes), .bytes = bytes};
     double ms = measure(call_copy, &a);
     if (is_measure) {
         copy_rate = 2.0 * (double)bytes / ms * 1e-6;
@@ -156,9 +135,11 @@ static void bench_rmsnorm(int64_t rows, int64_t groups, int64_t width, const cha
     const int64_t stride = groups * width;
     const double b = 2.0 * (double)n;
     bf16 *x = numbers(n, DTYPE_BF16, 1, true), *branch = numbers(n, DTYPE_BF16, 1, true);
-    bf16 *gain = numbers((size_t)width, DTYPE_BF16, 1, true), *dy = numbers(n, DTYPE_BF16, 1, true), *y = device(2 * n);
-    bf16 *sum = device(2 * n);
-    float *inv = device((size_t)(rows * groups) * sizeof *inv), *dgain = device((size_t)width * sizeof *dgain);
+    bf16 *gain = numbers((size_t)width, DTYPE_BF16, 1, true), *dy = numbers(n, DTYPE_BF16, 1, true),
+         *y = device_memory(2 * n);
+    bf16 *sum = device_memory(2 * n);
+    float *inv = device_memory((size_t)(rows * groups) * sizeof *inv),
+          *dgain = device_memory((size_t)width * sizeof *dgain);
     struct rmsnorm_fwd f = {.rows = rows,
                             .groups = groups,
                             .width = width,
@@ -188,7 +169,7 @@ static void bench_rmsnorm(int64_t rows, int64_t groups, int64_t width, const cha
                             .dx = y,
                             .dgain = dgain,
                             .grad_type = DTYPE_F32,
-                            .scratch = device(rmsnorm_bwd_scratch_bytes_cuda(rows, groups, width))};
+                            .scratch = device_memory(rmsnorm_bwd_scratch_bytes_cuda(rows, groups, width))};
     print_row(groups > 1 ? "head norm bwd" : "rmsnorm bwd", shape, 3 * b, measure(call_rmsnorm_bwd, &g));
     if (groups == 1) {
         g.residual = g.dx = branch;
@@ -241,7 +222,8 @@ static void call_swiglu_bwd(const void *argument)
 static void bench_swiglu(int64_t rows, const char *shape)
 {
     const size_t n = (size_t)rows * F;
-    struct swiglu a = {numbers(2 * n, DTYPE_BF16, 4, true), numbers(n, DTYPE_BF16, 1, true), device(4 * n), rows};
+    struct swiglu a = {numbers(2 * n, DTYPE_BF16, 4, true), numbers(n, DTYPE_BF16, 1, true), device_memory(4 * n),
+                       rows};
     print_row("swiglu fwd", shape, 6.0 * (double)n, measure(call_swiglu_fwd, &a));
     print_row("swiglu bwd", shape, 10.0 * (double)n, measure(call_swiglu_bwd, &a));
     cuda_free(a.gate_up);
@@ -280,7 +262,7 @@ static void bench_embedding(int64_t rows, const char *shape)
         distinct += !seen[tokens[t]];
         seen[tokens[t]] = 1;
     }
-    int32_t *d_tokens = device((size_t)rows * 4);
+    int32_t *d_tokens = device_memory((size_t)rows * 4);
     cuda_upload(cuda, d_tokens, tokens, (size_t)rows * 4);
     struct embedding a = {.weight = numbers((size_t)V * C, DTYPE_BF16, 1, true),
                           .out = numbers((size_t)rows * C, DTYPE_BF16, 1, true)};
@@ -291,7 +273,7 @@ static void bench_embedding(int64_t rows, const char *shape)
                                    .dout = a.out,
                                    .dweight = numbers((size_t)V * C, DTYPE_F32, 1, true),
                                    .grad_type = DTYPE_F32,
-                                   .scratch = device(embedding_bwd_scratch_bytes_cuda(rows, V))};
+                                   .scratch = device_memory(embedding_bwd_scratch_bytes_cuda(rows, V))};
     print_row("embedding fwd", shape, 4.0 * (double)rows * C, measure(call_embedding_fwd, &a));
     print_row("embedding bwd, fp32", shape, (2.0 * (double)rows + 8.0 * (double)distinct) * C,
               measure(call_embedding_bwd, &a));
@@ -319,7 +301,7 @@ static void bench_cross_entropy(void)
 {
     enum { WIDTH = 16 };
     const double n = (double)CHUNK * V;
-    int32_t *targets = device(CHUNK * 4);
+    int32_t *targets = device_memory(CHUNK * 4);
     cuda_zero(cuda, targets, CHUNK * 4);
     cuda_set_step(cuda, &(struct cuda_step){.loss_scale = 1.0f / 65536});
     struct cross_entropy_cuda a = {.rows = CHUNK,
@@ -329,12 +311,12 @@ static void bench_cross_entropy(void)
                                    .hidden = numbers(CHUNK * WIDTH, DTYPE_BF16, 1, true),
                                    .weight = numbers((size_t)V * WIDTH, DTYPE_BF16, 1, true),
                                    .targets = targets,
-                                   .losses = device(CHUNK * 4),
-                                   .lse = device(CHUNK * 4),
-                                   .dweight = device((size_t)V * WIDTH * 4),
+                                   .losses = device_memory(CHUNK * 4),
+                                   .lse = device_memory(CHUNK * 4),
+                                   .dweight = device_memory((size_t)V * WIDTH * 4),
                                    .grad_type = DTYPE_F32,
-                                   .logits = device((size_t)CHUNK * V * 4),
-                                   .dlogits = device((size_t)CHUNK * V * 2)};
+                                   .logits = device_memory((size_t)CHUNK * V * 4),
+                                   .dlogits = device_memory((size_t)CHUNK * V * 2)};
     struct gemm_cuda logits = {.m = CHUNK,
                                .n = V,
                                .k = WIDTH,
@@ -349,7 +331,7 @@ static void bench_cross_entropy(void)
                                .c_type = DTYPE_F32,
                                .trans_b = true,
                                .alpha = 1};
-    bf16 *dhidden = device(CHUNK * WIDTH * 2);
+    bf16 *dhidden = device_memory(CHUNK * WIDTH * 2);
     struct gemm_cuda back = {.m = CHUNK,
                              .n = WIDTH,
                              .k = V,
@@ -416,7 +398,7 @@ static void bench_optimizer(size_t n, const char *shape)
 {
     const struct adamw_segment segments[] = {{.name = "a", .elements = n / 2, .decays = true},
                                              {.name = "b", .offset = n / 2, .elements = n - n / 2, .decays = true}};
-    void *memory = device(adamw_plan_bytes_cuda(segments, 2));
+    void *memory = device_memory(adamw_plan_bytes_cuda(segments, 2));
     struct optimizer a = {.config = {.beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0.1f, .seed = 1}};
     a.state.weights = numbers(n, DTYPE_BF16, 0.02f, true);
     int16_t *remainder = numbers(n, DTYPE_BF16, 1, true);
@@ -448,8 +430,8 @@ static void bench_optimizer(size_t n, const char *shape)
                                           .n_segments = 2,
                                           .grads = a.grads,
                                           .grad_type = a.grad_type,
-                                          .scratch = device(gradnorm_scratch_bytes_cuda(a.state.blocks, 2)),
-                                          .result = device(sizeof(struct gradnorm))};
+                                          .scratch = device_memory(gradnorm_scratch_bytes_cuda(a.state.blocks, 2)),
+                                          .result = device_memory(sizeof(struct gradnorm))};
                 print_row(grads_bf16 ? "gradnorm bf16" : "gradnorm fp32", shape, (grads_bf16 ? 2.0 : 4.0) * (double)n,
                           measure(call_gradnorm, &g));
                 cuda_free(g.scratch);
