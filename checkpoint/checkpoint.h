@@ -61,7 +61,8 @@ MUST_CHECK enum status checkpoint_save(const char *folder, int64_t step, const s
  * "healthy" (or not there), and nobody marked it suspect. `path` is "" if there is none. */
 MUST_CHECK enum status checkpoint_find(const char *folder, char *path, size_t bytes);
 
-/* Checks sizes and hashes against the manifest. ERR_DATA names file, extent, expected, found. */
+/* Checks sizes and hashes against the manifest. ERR_DATA names file, extent, expected, found, or a file that a resume
+ * reads and the manifest does not list. */
 MUST_CHECK enum status checkpoint_verify(const char *path);
 
 /* Reads train_state/state.json alone; the caller decides whether it fits before reading tensors. */

@@ -249,8 +249,29 @@ static enum status check_hashes(const struct manifest_file *file, int fd, const 
     return OK;
 }
 
+/* What nobody listed nobody would check: these are in every checkpoint, and a resume reads them. */
+static enum status check_listed(const struct manifest *manifest, const char *folder)
+{
+    static const char *const required[] = {"config.json", "model.safetensors", "train_state/optimizer.safetensors",
+                                           "train_state/state.json"};
+    for (size_t r = 0; r < sizeof required / sizeof required[0]; r++) {
+        int i = 0;
+        while (i < manifest->count && strcmp(manifest->files[i].path, required[r]) != 0) {
+            i++;
+        }
+        if (i == manifest->count) {
+            return status_fail(ERR_DATA,
+                               "%s/manifest.json: does not list %s, so that nothing can tell whether that file is "
+                               "whole: resume from another checkpoint, or put the manifest of this save back",
+                               folder, required[r]);
+        }
+    }
+    return OK;
+}
+
 enum status manifest_check(const struct manifest *manifest, const char *folder, bool hashes)
 {
+    TRY(check_listed(manifest, folder));
     for (int i = 0; i < manifest->count; i++) {
         const struct manifest_file *file = &manifest->files[i];
         char path[PATH_MAX];

@@ -1,5 +1,6 @@
 /* checkpoint: what is saved comes back bit for bit; damage, kills and full disks cost no older checkpoint. */
 #include "checkpoint/checkpoint.h"
+#include "core/file.h"
 #include "tests/checkpoint/scratch.h"
 #include "tests/test.h"
 
@@ -407,6 +408,20 @@ static void test_a_directory_without_the_right_manifest_is_skipped(void **state)
     }
 }
 
+/* Rewrites the manifest of step 20: file `i` gets another path and size, or goes if path is NULL. */
+static void change_manifest(const char *original, size_t i, const char *path, json_int_t bytes)
+{
+    json_t *root = json_loads(original, 0, NULL), *files = json_object_get(root, "files");
+    if (path != NULL) {
+        json_object_set_new(json_array_get(files, i), "path", json_string(path));
+        json_object_set_new(json_array_get(files, i), "bytes", json_integer(bytes));
+    } else {
+        json_array_remove(files, i);
+    }
+    assert_int_equal(json_write_file(step_file(20, "manifest.json"), root), OK);
+    json_decref(root);
+}
+
 static void test_a_manifest_that_lists_no_file_is_refused(void **state)
 {
     (void)state;
@@ -414,18 +429,42 @@ static void test_a_manifest_that_lists_no_file_is_refused(void **state)
         const char *name, *message;
     } listed[] = {{"train_state", "expected a file, found a folder"}, {"config.json/x", "missing"}};
     struct stat info;
-    save(20, "healthy");
+    struct content c;
+    char *manifest = NULL;
+    size_t bytes = 0;
+    content_open(&c, SMALL, "healthy", 20);
+    c.content.gemm_json = scratch_path(folder, "gemm.json");
+    scratch_write(c.content.gemm_json, "{}", 2);
+    assert_int_equal(checkpoint_save(folder, 20, &alone, &c.content), OK);
+    content_close(&c);
     assert_int_equal(stat(step_file(20, "train_state"), &info), 0);
+    assert_int_equal(file_read_all(step_file(20, "manifest.json"), 1 << 20, &manifest, &bytes), OK);
     for (int i = 0; i < 2; i++) {
-        char text[512];
-        int n = snprintf(text, sizeof text,
-                         "{\"version\": 1, \"extent_bytes\": 67108864, \"files\": [{\"path\": \"%s\", \"bytes\": %lld, "
-                         "\"xxh3_128\": [\"0123456789abcdef0123456789abcdef\"]}]}",
-                         listed[i].name, (long long)info.st_size);
-        scratch_write(step_file(20, "manifest.json"), text, (size_t)n);
+        change_manifest(manifest, 4, listed[i].name, (json_int_t)info.st_size);
         assert_int_equal(checkpoint_verify(scratch_path(folder, "step_00000020")), ERR_DATA);
         assert_non_null(strstr(status_last_message(), listed[i].message));
     }
+    free(manifest);
+}
+
+static void test_a_manifest_must_list_what_a_resume_reads(void **state)
+{
+    (void)state;
+    static const char *const files[] = {"model.safetensors", "train_state/optimizer.safetensors", "config.json",
+                                        "train_state/state.json"}; /* in the manifest's order */
+    char *manifest = NULL, words[128];
+    size_t bytes = 0;
+    save(10, "healthy");
+    save(20, "healthy");
+    assert_int_equal(file_read_all(step_file(20, "manifest.json"), 1 << 20, &manifest, &bytes), OK);
+    for (size_t i = 0; i < 4; i++) {
+        change_manifest(manifest, i, NULL, 0);
+        assert_int_equal(checkpoint_verify(scratch_path(folder, "step_00000020")), ERR_DATA);
+        snprintf(words, sizeof words, "manifest.json: does not list %s,", files[i]);
+        assert_non_null(strstr(status_last_message(), words));
+        assert_int_equal(found_step(), 10);
+    }
+    free(manifest);
 }
 
 static void test_other_names_are_no_checkpoints(void **state)
@@ -637,6 +676,7 @@ int main(void)
         TEST(test_damage_in_a_later_extent_is_placed),
         TEST(test_a_directory_without_the_right_manifest_is_skipped),
         TEST(test_a_manifest_that_lists_no_file_is_refused),
+        TEST(test_a_manifest_must_list_what_a_resume_reads),
         TEST(test_other_names_are_no_checkpoints),
         TEST(test_a_killed_save_is_ignored_and_cleaned_by_the_next),
         TEST(test_a_full_disk_leaves_the_old_ones),
