@@ -58,7 +58,8 @@ MUST_CHECK enum status checkpoint_save(const char *folder, int64_t step, const s
                                        const struct checkpoint_content *content);
 
 /* The newest complete, undamaged and healthy one; logs why newer ones were skipped. Healthy: "verdict" in state.json is
- * "healthy" (or not there), and nobody marked it suspect. `path` is "" if there is none. */
+ * "healthy", and nobody marked it suspect; without a verdict nothing is known, and it is skipped. `path` is "" if there
+ * is none. */
 MUST_CHECK enum status checkpoint_find(const char *folder, char *path, size_t bytes);
 
 /* Checks sizes and hashes against the manifest. ERR_DATA names file, extent, expected, found, or a file that a resume

@@ -148,7 +148,10 @@ static enum status find_doubt(const char *path, const char **doubt)
     }
     TRY(checkpoint_read_train(path, &train));
     const char *verdict = json_string_value(json_object_get(train, "verdict"));
-    if (verdict != NULL && strcmp(verdict, "healthy") != 0) {
+    if (verdict == NULL) {
+        *doubt = "state.json has no verdict, so that nothing says whether the run was healthy: if it was, name this "
+                 "checkpoint in checkpoint.resume";
+    } else if (strcmp(verdict, "healthy") != 0) {
         *doubt = "saved while the run was not healthy";
     }
     json_decref(train);

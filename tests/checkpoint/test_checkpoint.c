@@ -612,6 +612,30 @@ static void test_suspects_are_marked_and_skipped(void **state)
     assert_int_equal(found_step(), -1);
 }
 
+/* Skipped, and in rotation it does not stand for a healthy one; whoever names it may load it. */
+static void test_without_a_verdict_nothing_is_known(void **state)
+{
+    (void)state;
+    struct content c;
+    save(10, "healthy");
+    for (int i = 0; i < 2; i++) {
+        content_open(&c, SMALL, "healthy", 20);
+        assert_int_equal(json_object_del(c.content.train, "verdict"), 0);
+        if (i == 1) {
+            json_object_set_new(c.content.train, "verdict", json_true()); /* no word at all */
+        }
+        assert_int_equal(checkpoint_save(folder, 20 + 10 * i, &alone, &c.content), OK);
+        content_close(&c);
+        assert_int_equal(found_step(), 10);
+    }
+    rotate(1, 0, 0, 30);
+    assert_true(exists(10) && !exists(20) && exists(30));
+    assert_int_equal(checkpoint_verify(scratch_path(folder, "step_00000030")), OK);
+    content_open(&c, SMALL, "healthy", 1);
+    assert_int_equal(checkpoint_load(scratch_path(folder, "step_00000030"), &c.content), OK);
+    content_close(&c);
+}
+
 static void test_rotation_keeps_the_newest_and_the_multiples(void **state)
 {
     (void)state;
@@ -682,6 +706,7 @@ int main(void)
         TEST(test_a_full_disk_leaves_the_old_ones),
         TEST(test_content_that_does_not_fit_is_refused_before_anything_is_read),
         TEST(test_suspects_are_marked_and_skipped),
+        TEST(test_without_a_verdict_nothing_is_known),
         TEST(test_rotation_keeps_the_newest_and_the_multiples),
         TEST(test_rotation_keeps_a_healthy_one_older_than_the_window),
         TEST(test_a_damaged_one_does_not_count_as_kept),
