@@ -85,4 +85,13 @@ struct checkpoint_rotation {
     int keep;
     int64_t keep_forever_every, window, step;
 };
-MUST_CHECK enum status checkpoint_rotate(const char *folder, const struct checkpoint_rotation *rotation);
+
+/* Damaged ones that rotation has named: a run keeps this from one rotation to the next, zero at first, so that each is
+ * said once. They are not looked at again unless they are the one of `step`, which has just been saved. More than fit
+ * are said each time. */
+struct checkpoint_damaged {
+    int count;
+    int64_t steps[16];
+};
+MUST_CHECK enum status checkpoint_rotate(const char *folder, const struct checkpoint_rotation *rotation,
+                                         struct checkpoint_damaged *damaged);

@@ -212,40 +212,70 @@ enum status checkpoint_mark_suspect(const char *folder, int64_t after_step)
     return status;
 }
 
-/* All files there and of the right size; hashing everything at each save would cost too much. */
-static bool is_complete(const char *path)
+/* All files there and of the right size, and a state that can be read; hashing everything at each save would cost too
+ * much. The failure is the line that names the damage. */
+static bool is_complete(const char *path, bool *healthy)
 {
     struct manifest manifest;
+    const char *doubt = NULL;
     if (manifest_read(&manifest, path) != OK) {
         return false;
     }
     enum status status = manifest_check(&manifest, path, false);
     manifest_close(&manifest);
+    if (status == OK) {
+        status = find_doubt(path, &doubt);
+    }
+    *healthy = status == OK && doubt == NULL;
     return status == OK;
 }
 
-static bool is_healthy(const char *path)
+/* The place of a step among those that were named, count if it is not there. */
+static int damaged_find(const struct checkpoint_damaged *damaged, int64_t step)
 {
-    const char *doubt = NULL;
-    return find_doubt(path, &doubt) == OK && doubt == NULL;
+    int i = 0;
+    while (i < damaged->count && damaged->steps[i] != step) {
+        i++;
+    }
+    return i;
+}
+
+static void damaged_add(struct checkpoint_damaged *damaged, int64_t step)
+{
+    if (damaged->count < (int)(sizeof damaged->steps / sizeof damaged->steps[0])) {
+        damaged->steps[damaged->count++] = step;
+    }
+}
+
+static void damaged_forget(struct checkpoint_damaged *damaged, int64_t step)
+{
+    int i = damaged_find(damaged, step);
+    if (i < damaged->count) {
+        damaged->steps[i] = damaged->steps[--damaged->count];
+    }
 }
 
 /* Sets stays[i] by the rule in the header. */
 static enum status choose(const struct step_list *list, const char *folder, const struct checkpoint_rotation *r,
-                          bool *stays)
+                          struct checkpoint_damaged *damaged, bool *stays)
 {
     int complete = 0;
     int successor = -1;
     bool old_one = false;
     for (int i = 0; i < list->count; i++) {
         char path[PATH_MAX];
+        bool healthy = false;
         TRY(step_path(path, folder, list->steps[i]));
         stays[i] = complete < r->keep || (r->keep_forever_every > 0 && list->steps[i] % r->keep_forever_every == 0);
-        if (!is_complete(path)) {
+        if (damaged_find(damaged, list->steps[i]) < damaged->count) {
+            continue;
+        }
+        if (!is_complete(path, &healthy)) {
+            damaged_add(damaged, list->steps[i]);
             continue;
         }
         complete++;
-        if (old_one || !is_healthy(path)) {
+        if (old_one || !healthy) {
             continue;
         }
         if (list->steps[i] <= r->step - r->window) {
@@ -276,17 +306,20 @@ static enum status delete_step(const char *folder, int64_t step)
     return remove_tree(temporary);
 }
 
-enum status checkpoint_rotate(const char *folder, const struct checkpoint_rotation *rotation)
+enum status checkpoint_rotate(const char *folder, const struct checkpoint_rotation *rotation,
+                              struct checkpoint_damaged *damaged)
 {
     ASSERT(rotation->keep >= 1 && rotation->window >= 0 && rotation->keep_forever_every >= 0);
     struct step_list list;
     TRY(step_list_read(&list, folder));
+    damaged_forget(damaged, rotation->step);
     bool *stays = calloc((size_t)list.count + 1, sizeof *stays);
-    enum status status = stays != NULL ? choose(&list, folder, rotation, stays)
+    enum status status = stays != NULL ? choose(&list, folder, rotation, damaged, stays)
                                        : status_fail(ERR_NOMEM, "%s: no memory to rotate", folder);
     for (int i = 0; i < list.count && status == OK; i++) {
         if (!stays[i]) {
             status = delete_step(folder, list.steps[i]);
+            damaged_forget(damaged, list.steps[i]);
         }
     }
     free(stays);

@@ -149,7 +149,7 @@ enum status snapshot_save(struct trainer *t, const char *out)
                                            .window = t->config->watch.window,
                                            .step = t->update};
     bool rotate = t->comm->rank == 0 && watch_verdict(t->watch) != VERDICT_DIVERGED;
-    return ranks_agree(t->comm, rotate ? checkpoint_rotate(folder, &rotation) : OK);
+    return ranks_agree(t->comm, rotate ? checkpoint_rotate(folder, &rotation, &t->damaged) : OK);
 }
 
 /* Before a tensor is touched: does this checkpoint belong to this run? */

@@ -1,6 +1,7 @@
 /* train: everything that one training run holds in memory, planned and carved in one place. */
 #pragma once
 
+#include "checkpoint/checkpoint.h"
 #include "core/device.h"
 #include "data/loader.h"
 #include "dist/grad_tree.h"
@@ -30,9 +31,10 @@ struct trainer {
     struct attention_stats *sample_stats; /* (batch, layers) */
     struct loader *train, *val;           /* val NULL without data.val */
     struct watch *watch;
-    int64_t update;   /* updates made */
-    int64_t samples;  /* consumed: the whole state of the data */
-    double last_loss; /* of the last update made; NaN before the first */
+    int64_t update;                    /* updates made */
+    int64_t samples;                   /* consumed: the whole state of the data */
+    double last_loss;                  /* of the last update made; NaN before the first */
+    struct checkpoint_damaged damaged; /* rank 0: named by rotation */
     struct fault fault;
 };
 

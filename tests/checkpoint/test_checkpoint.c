@@ -1,6 +1,7 @@
 /* checkpoint: what is saved comes back bit for bit; damage, kills and full disks cost no older checkpoint. */
 #include "checkpoint/checkpoint.h"
 #include "core/file.h"
+#include "core/log.h"
 #include "tests/checkpoint/scratch.h"
 #include "tests/test.h"
 
@@ -17,6 +18,8 @@
 enum { SMALL = 1003, LARGE = 70 << 20 }; /* LARGE: more than one extent */
 static const struct checkpoint_group alone = {.rank = 0, .size = 1};
 static const char *folder, *outer; /* outer: the scratch folder; folder: where checkpoints go, mostly the same */
+
+static struct checkpoint_damaged named; /* by rotation; zero at the start of each test */
 
 /* A model of three tensors and two optimizer tensors. */
 struct content {
@@ -106,6 +109,7 @@ static int setup(void **state)
 {
     (void)state;
     outer = folder = scratch_make();
+    named = (struct checkpoint_damaged){0};
     return 0;
 }
 
@@ -594,7 +598,7 @@ static void test_content_that_does_not_fit_is_refused_before_anything_is_read(vo
 static void rotate(int keep, int64_t forever, int64_t window, int64_t step)
 {
     struct checkpoint_rotation r = {.keep = keep, .keep_forever_every = forever, .window = window, .step = step};
-    assert_int_equal(checkpoint_rotate(folder, &r), OK);
+    assert_int_equal(checkpoint_rotate(folder, &r, &named), OK);
 }
 
 static void test_suspects_are_marked_and_skipped(void **state)
@@ -687,6 +691,50 @@ static void test_a_damaged_one_does_not_count_as_kept(void **state)
     assert_false(exists(10));
 }
 
+/* How often the log has said `words` since it was opened as folder/log. */
+static int said(const char *words)
+{
+    char *text = NULL;
+    size_t bytes = 0;
+    int count = 0;
+    assert_int_equal(file_read_all(scratch_path(folder, "log"), 1 << 20, &text, &bytes), OK);
+    for (const char *at = text; (at = strstr(at, words)) != NULL; at++) {
+        count++;
+    }
+    free(text);
+    return count;
+}
+
+static void test_rotation_names_a_damaged_one_once(void **state)
+{
+    (void)state;
+    for (int64_t step = 10; step <= 40; step += 10) {
+        save(step, "healthy");
+    }
+    assert_int_equal(log_open_file(scratch_path(folder, "log")), OK);
+    assert_int_equal(unlink(step_file(20, "config.json")), 0);
+    scratch_write(step_file(30, "train_state/state.json"), "{", 1);
+    for (int64_t step = 50; step <= 70; step += 10) {
+        save(step, "healthy");
+        rotate(8, 0, 0, step);
+        assert_int_equal(said("step_00000020/config.json: missing"), 1);
+        assert_int_equal(said("step_00000030/train_state/state.json: expected"), 1);
+    }
+    /* A step that is saved again is whole, and counts at once: 70, 60 and this one stay. */
+    assert_int_equal(unlink(step_file(50, "config.json")), 0);
+    rotate(8, 0, 0, 70);
+    assert_int_equal(said("step_00000050/config.json: missing"), 1);
+    save(50, "healthy");
+    rotate(3, 0, 0, 50);
+    assert_true(exists(50) && !exists(40) && !exists(30) && !exists(20));
+    /* Gone and damaged anew: news again. */
+    save(20, "healthy");
+    assert_int_equal(unlink(step_file(20, "config.json")), 0);
+    rotate(8, 0, 0, 70);
+    assert_int_equal(said("step_00000020/config.json: missing"), 2);
+    log_close_file();
+}
+
 int main(void)
 {
 #define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
@@ -710,6 +758,7 @@ int main(void)
         TEST(test_rotation_keeps_the_newest_and_the_multiples),
         TEST(test_rotation_keeps_a_healthy_one_older_than_the_window),
         TEST(test_a_damaged_one_does_not_count_as_kept),
+        TEST(test_rotation_names_a_damaged_one_once),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
