@@ -4,43 +4,87 @@
 #include "core/file.h"
 #include "core/log.h"
 
+#include <errno.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 static const double flushed_max = 0.5;
 
-enum { PATH_BYTES = CONFIG_PATH + 64, FILE_BYTES_MAX = 1 << 30 };
+enum { PATH_BYTES = CONFIG_PATH + 64 };
 
-/* Keeps the rows of updates up to `update`. */
-static enum status keep_rows(const char *path, int64_t update)
+/* Does a line hold a whole row of an update up to `update`? */
+static bool is_kept(const char *line, size_t bytes, int64_t update)
 {
-    char *text = NULL;
-    size_t bytes = 0, kept = 0;
-    FILE *probe = fopen(path, "r");
-    if (probe == NULL) {
-        return OK;
-    }
-    fclose(probe);
-    TRY(file_read_all(path, FILE_BYTES_MAX, &text, &bytes));
-    for (char *line = text; line < text + bytes;) {
-        char *end = memchr(line, '\n', (size_t)(text + bytes - line));
-        long long step = 0;
-        if (end == NULL) {
-            break;
+    long long step = 0;
+    return line[bytes - 1] == '\n' && sscanf(line, "{\"step\": %lld", &step) == 1 && step <= update;
+}
+
+/* Reads all rows and copies those that stay to `out`, NULL: nowhere. `cuts`: some do not stay. Line by line, since a
+ * long run has more rows than memory should hold. */
+static enum status copy_rows(FILE *in, FILE *out, const char *path, int64_t update, bool *cuts)
+{
+    char *line = NULL;
+    size_t capacity = 0;
+    enum status status = OK;
+    *cuts = false;
+    rewind(in);
+    for (ssize_t n; status == OK && (n = getline(&line, &capacity, in)) > 0;) {
+        if (!is_kept(line, (size_t)n, update)) {
+            *cuts = true;
+        } else if (out != NULL && fwrite(line, 1, (size_t)n, out) != (size_t)n) {
+            status = status_fail_errno(ERR_IO, path, "cannot write the rows that stay");
         }
-        size_t length = (size_t)(end - line) + 1;
-        *end = '\0'; /* sscanf looks for the end of its text first: without this the whole rest, for every row */
-        bool keeps = sscanf(line, "{\"step\": %lld", &step) == 1 && step <= update;
-        *end = '\n';
-        if (keeps) {
-            memmove(text + kept, line, length);
-            kept += length;
-        }
-        line = end + 1;
     }
-    enum status status = kept == bytes ? OK : file_write_atomic(path, text, kept);
-    free(text);
+    /* The end of the rows is the end of the file: anything else would cut what was not read. */
+    if (status == OK && !feof(in)) {
+        status = status_fail_errno(ERR_IO, path, "cannot read");
+    }
+    free(line);
+    return status;
+}
+
+/* The rows that stay become a new file, which takes the name only when it is whole on the disk. */
+static enum status replace_rows(FILE *in, const char *path, int64_t update)
+{
+    char temporary[PATH_BYTES + 8];
+    bool cuts;
+    snprintf(temporary, sizeof temporary, "%s.tmp", path);
+    FILE *out = fopen(temporary, "we");
+    if (out == NULL) {
+        return status_fail_errno(ERR_IO, temporary, "cannot create");
+    }
+    enum status status = copy_rows(in, out, temporary, update, &cuts);
+    if (status == OK && (fflush(out) != 0 || fsync(fileno(out)) != 0)) {
+        status = status_fail_errno(ERR_IO, temporary, "cannot write the rows that stay");
+    }
+    if (fclose(out) != 0 && status == OK) {
+        status = status_fail_errno(ERR_IO, temporary, "cannot close");
+    }
+    if (status == OK && rename(temporary, path) != 0) {
+        status = status_fail_errno(ERR_IO, path, "cannot rename the temporary file");
+    }
+    if (status != OK) {
+        unlink(temporary);
+    }
+    return status;
+}
+
+/* Keeps the rows of updates up to `update`; most often all stay, and nothing is written. */
+static enum status keep_rows(const char *out, const char *path, int64_t update)
+{
+    bool cuts;
+    FILE *in = fopen(path, "re");
+    if (in == NULL) {
+        return errno == ENOENT ? OK : status_fail_errno(ERR_IO, path, "cannot open");
+    }
+    enum status status = copy_rows(in, NULL, path, update, &cuts);
+    if (status == OK && cuts) {
+        status = replace_rows(in, path, update);
+        status = status == OK ? file_sync_folder(out) : status;
+    }
+    fclose(in);
     return status;
 }
 
@@ -49,7 +93,7 @@ static enum status open_rows(FILE **file, const char *out, const char *name, int
 {
     char path[PATH_BYTES];
     snprintf(path, sizeof path, "%s/%s", out, name);
-    TRY(keep_rows(path, update));
+    TRY(keep_rows(out, path, update));
     *file = fopen(path, "ae");
     return *file != NULL ? OK : status_fail_errno(ERR_IO, path, "cannot open for writing");
 }
@@ -114,7 +158,7 @@ static void put_attention(json_t *row, const struct attention_stats *s)
 
 static enum status write_row(FILE *file, json_t *row)
 {
-    /* A space after the colon is part of the form that keep_rows reads. */
+    /* A space after the colon is part of the form that is_kept reads. */
     int failed = json_dumpf(row, file, 0) != 0 || fputc('\n', file) == EOF || fflush(file) != 0;
     json_decref(row);
     return failed ? status_fail_errno(ERR_IO, "metrics", "cannot write a row") : OK;
