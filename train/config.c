@@ -7,13 +7,17 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { LINE_BYTES_MAX = 199, FULL_NAME = 300 };
+/* inih is built for lines of at most 199 bytes and would cut what is longer. The longest value that a key takes, a list
+ * of globs, needs more: see read_line. */
+enum { INIH_BYTES_MAX = 199, LINE_BYTES_MAX = CONFIG_GLOBS + 128, FULL_NAME = 300 };
 
 /* One source while it is read: a file, or all overrides of a command line. */
 struct source {
     struct config *config;
     struct config_place place;
     FILE *file;
+    char *line;             /* owns; the newest line */
+    const char *long_value; /* in `line`: the value that was too long for inih; NULL if inih has it */
     bool arm;
     int seen_at[CONFIG_KEYS_MAX];    /* line of each key in this source, 0 = not given */
     int section_at[CONFIG_KEYS_MAX]; /* line where the section of key row i was opened, at the section's first row */
@@ -137,7 +141,7 @@ static int on_pair(void *user, const char *section, const char *name, const char
 {
     struct source *source = user;
     if (source->status == OK) {
-        source->status = source_assign(source, section, name, value);
+        source->status = source_assign(source, section, name, source->long_value != NULL ? source->long_value : value);
     }
     return source->status == OK;
 }
@@ -207,6 +211,24 @@ static enum status check_line(struct source *source, const char *line, size_t by
     return OK;
 }
 
+/* What inih gets of a line that is too long for it: of an assignment `key =`, of a comment nothing. The value stays
+ * here, without the blanks around it, as inih would cut it. */
+static void shorten_line(struct source *source, size_t bytes, char *buffer, int size)
+{
+    char *line = source->line;
+    size_t key_bytes = strcspn(line, "=");
+    buffer[0] = '\0';
+    if (line[0] == '#' || line[key_bytes] != '=') {
+        return;
+    }
+    while (line[bytes - 1] == ' ' || line[bytes - 1] == '\t') {
+        line[--bytes] = '\0';
+    }
+    const char *value = line + key_bytes + 1;
+    source->long_value = value + strspn(value, " \t");
+    snprintf(buffer, (size_t)size, "%.*s", (int)key_bytes + 1, line);
+}
+
 /* inih's reader: the next line without its end, NULL at the end or after an error. */
 static char *read_line(char *buffer, int size, void *user)
 {
@@ -214,22 +236,24 @@ static char *read_line(char *buffer, int size, void *user)
     if (source->status != OK) {
         return NULL;
     }
-    char *line = NULL;
     size_t capacity = 0;
-    ssize_t n = getline(&line, &capacity, source->file);
+    free(source->line);
+    source->line = NULL;
+    source->long_value = NULL;
+    ssize_t n = getline(&source->line, &capacity, source->file);
     if (n < 0) {
-        free(line);
         return NULL;
     }
     source->place.line++;
-    if (n > 0 && line[n - 1] == '\n') {
-        line[--n] = '\0';
+    if (n > 0 && source->line[n - 1] == '\n') {
+        source->line[--n] = '\0';
     }
-    source->status = check_line(source, line, (size_t)n);
-    if (source->status == OK) {
-        snprintf(buffer, (size_t)size, "%s", line);
+    source->status = check_line(source, source->line, (size_t)n);
+    if (source->status == OK && n > INIH_BYTES_MAX) {
+        shorten_line(source, (size_t)n, buffer, size);
+    } else if (source->status == OK) {
+        snprintf(buffer, (size_t)size, "%s", source->line);
     }
-    free(line);
     return source->status == OK ? buffer : NULL;
 }
 
@@ -247,6 +271,7 @@ static enum status add_file(struct config *config, const char *path, bool arm)
     int bad_line = ini_parse_stream(read_line, &source, on_pair, &source);
     bool unreadable = ferror(source.file) != 0;
     fclose(source.file);
+    free(source.line);
     if (unreadable) {
         return status_fail(ERR_CONFIG, "%s: cannot be read (is it a folder?)", path);
     }
@@ -271,7 +296,7 @@ enum status config_add_overrides(struct config *config, char *const *assignments
 {
     struct source source = {.config = config, .place = {.source = "command line", .folder = ""}};
     for (int i = 0; i < count; i++) {
-        char section[LINE_BYTES_MAX + 1], name[LINE_BYTES_MAX + 1];
+        char section[FULL_NAME / 2], name[FULL_NAME / 2];
         const char *text = assignments[i];
         size_t dot = strcspn(text, ".="), equals = strcspn(text, "=");
         if (text[dot] != '.' || text[equals] != '=' || dot >= sizeof section || equals - dot - 1 >= sizeof name) {

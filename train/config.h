@@ -142,7 +142,8 @@ void config_value_print(const struct config *config, const struct config_key *ke
 /* --keys: a line a key; markdown: docs/config.md. */
 void config_print_keys(FILE *out, bool markdown);
 
-/* The configuration as used, each key with its origin: a config file itself. */
+/* The configuration as used, each key with its origin: a config file itself. Paths become absolute; those that grow too
+ * long for their key by that are left out, and file and log say so. */
 MUST_CHECK enum status config_dump(const struct config *config, const char *path);
 json_t *config_to_json(const struct config *config); /* {"section.key": "value text"} */
 

@@ -120,7 +120,17 @@ enum status config_dump(const struct config *config, const char *path)
             fprintf(out, "\n[%s]\n", key->section);
         }
         print_absolute(config, key, value, sizeof value);
-        fprintf(out, "# %s\n%s = %s\n", config->origin[i][0] == '\0' ? "default" : config->origin[i], key->name, value);
+        fprintf(out, "# %s\n", config->origin[i][0] == '\0' ? "default" : config->origin[i]);
+        bool paths = key->type == KEY_PATH || key->type == KEY_GLOBS;
+        if (paths && strlen(value) >= key->bytes + strlen("\"\"")) {
+            fprintf(out, "# %s is left out: with absolute paths it has more than %zu bytes: give it again\n", key->name,
+                    key->bytes - 1);
+            log_warn("%s: %s.%s is left out: with absolute paths it has more than %zu bytes: who starts from this "
+                     "file must give it again",
+                     path, key->section, key->name, key->bytes - 1);
+            continue;
+        }
+        fprintf(out, "%s = %s\n", key->name, value);
     }
     fclose(out);
     enum status status = file_write_atomic(path, bytes, size);

@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { TEXT_MAX = 4096, WORD_MAX = 64 };
+enum { TEXT_MAX = CONFIG_GLOBS + 16, WORD_MAX = 64 }; /* the longest text, quoted */
 
 /* Levenshtein distance, words cut at WORD_MAX letters: names are short. */
 static int edit_distance(const char *a, const char *b)
@@ -49,13 +49,13 @@ void config_place_print(const struct config_place *place, char *text, size_t byt
     }
 }
 
-/* The one sentence of a bad value: place, key, value, what would do. */
+/* The one sentence of a bad value: place, key, value (a long one cut: the sentence goes on), what would do. */
 static enum status wrong(const struct config_key *key, const char *text, const struct config_place *place,
                          const char *expected)
 {
     char at[CONFIG_PATH + 16];
     config_place_print(place, at, sizeof at);
-    return status_fail(ERR_CONFIG, "%s: %s.%s = %s: expected %s", at, key->section, key->name,
+    return status_fail(ERR_CONFIG, "%s: %s.%s = %.300s: expected %s", at, key->section, key->name,
                        text[0] == '\0' ? "(nothing)" : text, expected);
 }
 
