@@ -1,7 +1,10 @@
 /* bench: what the sums of FP8 products lose in the GPU's tensor cores, promoted to FP32 now and then (as projections
- * run) and not (`fast`), and those of BF16. build/release/bench/gemm_error_cuda A sample of the elements of a 4096 x
- * 4096 product against FP64 sums of the same operands, which are normal numbers plus a mean: with a mean, sums grow
- * with k, and what is cut from each term no longer averages out. */
+ * run) and not (`fast`), and those of BF16.
+ *
+ *   build/release/bench/gemm_error_cuda
+ *
+ * A sample of the elements of a 4096 x 4096 product against FP64 sums of the same operands, which are normal numbers
+ * plus a mean: with a mean, sums grow with k, and what is cut from each term no longer averages out. */
 #include "bench/gpu.h"
 #include "core/gemm_cuda.h"
 #include "core/rng.h"

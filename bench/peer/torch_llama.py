@@ -1,6 +1,6 @@
 """An independent trainer for the same numbers: `transformers`' LlamaForCausalLM under PyTorch.
 
-    python3 torch_llama.py DIR OUR_METRICS.jsonl
+    python3 bench/peer/torch_llama.py DIR OUR_METRICS.jsonl
 
 DIR is what bench/peer_export wrote: initial weights, batches, learning rates. Trains BF16 weights with an FP32 master
 copy (AdamW, clipping by the norm, no decay on norm gains) and, as the exact yardstick, FP32 weights throughout; prints
