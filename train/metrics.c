@@ -22,7 +22,7 @@ static bool is_kept(const char *line, size_t bytes, int64_t update)
 }
 
 /* Reads all rows and copies those that stay to `out`, NULL: nowhere. `cuts`: some do not stay. Line by line, since a
- * long run has more rows than memory should hold. */
+ * long run has more rows than memory should hold. `path` is for messages. */
 static enum status copy_rows(FILE *in, FILE *out, const char *path, int64_t update, bool *cuts)
 {
     char *line = NULL;
@@ -55,7 +55,7 @@ static enum status replace_rows(FILE *in, const char *path, int64_t update)
     if (out == NULL) {
         return status_fail_errno(ERR_IO, temporary, "cannot create");
     }
-    enum status status = copy_rows(in, out, temporary, update, &cuts);
+    enum status status = copy_rows(in, out, path, update, &cuts);
     if (status == OK && (fflush(out) != 0 || fsync(fileno(out)) != 0)) {
         status = status_fail_errno(ERR_IO, temporary, "cannot write the rows that stay");
     }
