@@ -47,14 +47,14 @@ ifeq ($(MPI),1)
 MPI_CFLAGS := $(patsubst -I%,-isystem%,$(shell mpicc --showme:compile)) -DWITH_MPI=1
 LDLIBS += $(shell mpicc --showme:link)
 endif
+# GPU=90a builds for one kind only, for short turns while writing.
+GPU ?= 90a 100a
 ifeq ($(CUDA),1)
 CUDA_HOME := $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
-CFLAGS += -DWITH_CUDA=1
+CFLAGS += -DWITH_CUDA=1 $(foreach g,$(GPU),-DKERNELS_$(g)=1)
 LDLIBS += -L$(CUDA_HOME)/lib64 -lcudart_static -lrt -ldl -lstdc++
 NVFLAGS := -std=c++17 -I. -O3 -lineinfo -Werror all-warnings -Xcompiler -Wall,-Wextra -DWITH_CUDA=1
 # Plain _cuda files run on every GPU that the project knows; _sm90 and _sm100 files are written for one.
-# GPU=90a builds for one kind only, for short turns while writing.
-GPU ?= 90a 100a
 GENCODE_cuda  := $(foreach g,$(GPU),-gencode arch=compute_$(g),code=sm_$(g))
 GENCODE_sm90  := -gencode arch=compute_90a,code=sm_90a
 GENCODE_sm100 := -gencode arch=compute_100a,code=sm_100a
@@ -90,8 +90,8 @@ PROGRAMS := $(addprefix $(OUT)/,$(if $(wildcard train/main.c),train_gpt8b) $(TOO
 GENERATED_FROM := $(SOURCES) train/main.c $(wildcard tools/*.c tests/*/*.c bench/*.c)
 
 ##@ Build
-all: $(PROGRAMS) ## the trainer and its tools, in build/<flavour>/ with links in the root
-	$(Q)for p in $(notdir $(PROGRAMS)); do ln -sf $(OUT)/$$p $$p; done
+all: $(PROGRAMS) ## the trainer and its tools, in build/<flavour>/ with links in the root (none for an OUT of your own)
+	$(if $(findstring command,$(origin OUT)),,$(Q)for p in $(notdir $(PROGRAMS)); do ln -sf $(OUT)/$$p $$p; done)
 	@echo "built $(OUT): MPI=$(MPI) CUDA=$(CUDA)"
 
 asan: ## all tests under AddressSanitizer and UBSan

@@ -2,8 +2,10 @@
 #include "core/cuda.h"
 
 #include "core/gemm_cuda.h"
+#include "core/log.h"
 
 #include <cuda_runtime_api.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -46,9 +48,17 @@ static enum status count_devices(int *count)
     return check("counting devices", error);
 }
 
+/* Machine code in this build (GPU= of the Makefile); there is no PTX that a driver could translate for other GPUs. */
 static bool has_kernels(int capability)
 {
-    return capability == 90 || capability == 100 || capability == 103;
+    bool hopper = false, blackwell = false;
+#ifdef KERNELS_90a
+    hopper = true;
+#endif
+#ifdef KERNELS_100a
+    blackwell = true;
+#endif
+    return (capability == 90 && hopper) || (capability == 100 && blackwell);
 }
 
 bool device_cuda_usable(int ordinal)
@@ -76,9 +86,10 @@ enum status device_cuda_query(struct device *gpu, int ordinal)
     int capability = 10 * properties.major + properties.minor;
     if (!has_kernels(capability)) {
         return status_fail(ERR_UNSUPPORTED,
-                           "device cuda: %s has compute capability %d.%d; this build has kernels for 9.0 (H100, H200) "
-                           "and 10.x (B200, B300); use device cpu",
-                           properties.name, properties.major, properties.minor);
+                           "device cuda: %s has compute capability %d.%d; this build has kernels for%s%s; use device "
+                           "cpu, or build with GPU=\"90a 100a\"",
+                           properties.name, properties.major, properties.minor,
+                           has_kernels(90) ? " 9.0 (H100, H200)" : "", has_kernels(100) ? " 10.0 (B200)" : "");
     }
     *gpu = (struct device){.kind = DEVICE_CUDA,
                            .threads = 1,
@@ -94,6 +105,9 @@ static enum status open_parts(struct cuda *cuda, int ordinal)
     struct device gpu;
     struct cudaDeviceProp properties;
     TRY(device_cuda_query(&gpu, ordinal));
+    if (gpu.capability >= 100) {
+        log_warn("%s: the kernels for compute capability 10.0 compile, but were never run on hardware", gpu.name);
+    }
     TRY(check("choosing the device", cudaSetDevice(ordinal)));
     TRY(check("querying properties", cudaGetDeviceProperties(&properties, ordinal)));
     cuda->ordinal = ordinal;
@@ -179,11 +193,12 @@ enum status cuda_memory_free(int64_t *bytes)
 enum status cuda_host_alloc(void **memory, size_t bytes, const char *what)
 {
     *memory = NULL;
-    if (cudaMallocHost(memory, bytes) != cudaSuccess) {
-        (void)cudaGetLastError();
+    cudaError_t error = cudaMallocHost(memory, bytes);
+    if (error == cudaErrorMemoryAllocation) {
+        (void)cudaGetLastError(); /* it was told; it must not be reported again */
         return status_fail(ERR_NOMEM, "page-locked host memory for %s: %.2f GiB refused", what, (double)bytes / 0x1p30);
     }
-    return OK;
+    return check(what, error);
 }
 
 void cuda_host_free(void *memory)
@@ -269,7 +284,11 @@ void cuda_event_record(const struct cuda *cuda, struct cuda_event *event)
 double cuda_event_ms(const struct cuda_event *from, const struct cuda_event *to)
 {
     float ms = 0;
-    return cudaEventElapsedTime(&ms, from->event, to->event) == cudaSuccess ? (double)ms : 0.0;
+    if (cudaEventElapsedTime(&ms, from->event, to->event) != cudaSuccess) {
+        (void)cudaGetLastError(); /* what broke the work between them is told by the next sync */
+        return NAN;
+    }
+    return (double)ms;
 }
 
 /* ---- graphs ---- */
@@ -282,7 +301,12 @@ enum status cuda_graph_begin(const struct cuda *cuda)
 enum status cuda_graph_end(const struct cuda *cuda, struct cuda_graph **out)
 {
     cudaGraph_t captured = NULL;
-    TRY(check("ending a capture", cudaStreamEndCapture(cuda->stream, &captured)));
+    cudaError_t ended = cudaStreamEndCapture(cuda->stream, &captured);
+    if (ended != cudaSuccess && cuda->failure->code != 0) { /* the call that broke it says more */
+        return status_fail(ERR_DEVICE, "GPU: %s, while a graph was captured: %s", cuda->failure->what,
+                           cudaGetErrorString((cudaError_t)cuda->failure->code));
+    }
+    TRY(check("ending a capture", ended));
     struct cuda_graph *graph = calloc(1, sizeof *graph);
     enum status status = graph == NULL
                              ? status_fail(ERR_NOMEM, "GPU: no host memory for a graph")

@@ -59,7 +59,7 @@ MUST_CHECK enum status cuda_sync(const struct cuda *cuda, const char *what);
  */
 void cuda_note(const struct cuda *cuda, const char *what, int code);
 
-/* Points in time on the stream: milliseconds between two of them, after a sync. */
+/* Points in time on the stream: milliseconds between two of them, after a sync; NaN if that failed. */
 struct cuda_event;
 MUST_CHECK enum status cuda_event_open(struct cuda_event **event);
 void cuda_event_close(struct cuda_event *event);

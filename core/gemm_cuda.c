@@ -28,14 +28,18 @@ static bool load_function(void *library, const char *name, void *function)
 
 static enum status load_library(struct gemm_cuda_state *state)
 {
+    char why[256] = "";
     for (size_t i = 0; state->library == NULL && i < sizeof library_names / sizeof library_names[0]; i++) {
         state->library = dlopen(library_names[i], RTLD_NOW | RTLD_LOCAL);
+        if (state->library == NULL && i == 0) { /* the later names are there less often */
+            snprintf(why, sizeof why, "%s", dlerror());
+        }
     }
     if (state->library == NULL) {
         return status_fail(ERR_UNSUPPORTED,
                            "device cuda: cuBLASLt not found: looked for libcublasLt.so.13 and .so.12 where the loader "
                            "looks and in /usr/local/cuda/lib64; install it or add its folder to LD_LIBRARY_PATH (%s)",
-                           dlerror());
+                           why);
     }
     bool complete = true;
 #define LOAD_FUNCTION(name)                                                                                            \

@@ -5,7 +5,7 @@ struct nvml;
 
 /* NaN where the library, the driver or the GPU does not tell. */
 struct nvml_sample {
-    double sm_mhz, watts, celsius;
+    double sm_mhz, watts;
 };
 
 /* GPU `ordinal` of the CUDA runtime. NULL where NVML is not there: numbers of a report, nothing that a run needs. */

@@ -9,14 +9,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { NVML_SUCCESS = 0, NVML_CLOCK_SM = 1, NVML_TEMPERATURE_GPU = 0 };
+enum { NVML_SUCCESS = 0, NVML_CLOCK_SM = 1 };
 
 struct nvml {
     void *device;
     int (*shutdown)(void);
     int (*clock)(void *device, int which, unsigned int *mhz);
     int (*power)(void *device, unsigned int *milliwatts);
-    int (*temperature)(void *device, int sensor, unsigned int *celsius);
 };
 
 /* POSIX lets dlsym's result become a function; ISO C wants the detour. */
@@ -36,7 +35,6 @@ static bool find_device(struct nvml *nvml, void *library, int ordinal)
            find(library, "nvmlDeviceGetHandleByPciBusId_v2", &by_bus) &&
            find(library, "nvmlDeviceGetClockInfo", &nvml->clock) &&
            find(library, "nvmlDeviceGetPowerUsage", &nvml->power) &&
-           find(library, "nvmlDeviceGetTemperature", &nvml->temperature) &&
            cudaDeviceGetPCIBusId(bus, sizeof bus, ordinal) == cudaSuccess && init() == NVML_SUCCESS &&
            by_bus(bus, &nvml->device) == NVML_SUCCESS;
 }
@@ -62,7 +60,7 @@ void nvml_close(struct nvml *nvml)
 
 struct nvml_sample nvml_read(const struct nvml *nvml)
 {
-    struct nvml_sample sample = {NAN, NAN, NAN};
+    struct nvml_sample sample = {NAN, NAN};
     unsigned int value;
     if (nvml == NULL) {
         return sample;
@@ -72,9 +70,6 @@ struct nvml_sample nvml_read(const struct nvml *nvml)
     }
     if (nvml->power(nvml->device, &value) == NVML_SUCCESS) {
         sample.watts = (double)value / 1e3;
-    }
-    if (nvml->temperature(nvml->device, NVML_TEMPERATURE_GPU, &value) == NVML_SUCCESS) {
-        sample.celsius = (double)value;
     }
     return sample;
 }

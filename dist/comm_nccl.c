@@ -73,10 +73,11 @@ static enum status nccl_failed(struct comm_nccl *n, const char *what, ncclResult
 static enum status too_late(struct comm_nccl *n, const char *what)
 {
     n->lost = true;
-    return status_fail(ERR_COMM,
-                       "%s: rank %d waited %g s (dist.timeout_s) for the sum of gradients: another rank has died or "
-                       "hangs; its own log says why",
-                       what, n->comm->rank, n->comm->timeout_s);
+    return status_fail(
+        ERR_COMM,
+        "%s: rank %d waited %g s (dist.timeout_s) for the other ranks: one has died or hangs; its own log "
+        "says why",
+        what, n->comm->rank, n->comm->timeout_s);
 }
 
 /* Calls do not block: NCCL works on, and we look whether it is done, until the time-out. */
@@ -184,6 +185,12 @@ void comm_nccl_sum(struct comm_nccl *n, void *data, enum dtype dtype, size_t ele
 enum status comm_nccl_wait(struct comm_nccl *n, const struct cuda *cuda, const char *what)
 {
     double start = now_s();
+    if (n == NULL) {
+        return cuda_sync(cuda, what);
+    }
+    if (n->lost) {
+        return ERR_COMM; /* said already */
+    }
     for (long polls = 0;; polls++) {
         if (n->failure != ncclSuccess) {
             return nccl_failed(n, what, n->failure);

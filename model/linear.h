@@ -63,14 +63,16 @@ void linear_bwd_cpu(const struct linear_bwd *a);
 
 /* CUDA: the same calls on device memory. rows may be several samples: then a scale spans them. FP8 runs as FP8 (E4M3
  * and E5M2 tensor cores); NVFP4 represents its exact values in BF16 and multiplies those (emulated: the log says so).
- *   linear_weight_bytes_cuda   memory of a weight in its format: codes of w and of w^T with their scale (FP8),
- * represented values (NVFP4), none (BF16) linear_represent_weight_cuda  fills it and sets linear->weight or
- * linear->codes; once per update. BF16: linear->weight is w itself Pointers are multiples of 16 bytes; FP8 and NVFP4
- * need `in` and `out` to be multiples of 16. Any number of rows. Products take their algorithm from core/gemm_cuda.h:
- * run each call once under gemm_cuda_plan_all to have it timed. Random numbers are keyed by on->step->sample and
- * ->update, read at run time; `sample` and `update` are not looked at. Without x_amax and dy_amax, a format that needs
- * one reads the operand once more to find it: linear_amax_cuda, which a caller may also use to keep x's from forward to
- * backward, or merge into the kernel that writes the operand. */
+ *
+ * linear_weight_bytes_cuda: memory of a weight in its format: codes of w and of w^T with their scale (FP8), represented
+ * values (NVFP4), none (BF16). linear_represent_weight_cuda fills it, once per update, and sets linear->codes (FP8) or
+ * linear->weight (NVFP4; BF16: w itself).
+ *
+ * Pointers are multiples of 16 bytes; FP8 and NVFP4 need `in` and `out` to be multiples of 16; any number of rows.
+ * Products take their algorithm from core/gemm_cuda.h: run each call once under gemm_cuda_plan_all to have it timed.
+ * Random numbers are keyed by on->step->sample and ->update, read at run time; `sample` and `update` are not looked at.
+ * Without x_amax and dy_amax, a format that needs one reads the operand once more to find it: linear_amax_cuda, which a
+ * caller may also use to keep x's from forward to backward, or merge into the kernel that writes the operand. */
 size_t linear_weight_bytes_cuda(enum linear_format format, int64_t out, int64_t in);
 void linear_represent_weight_cuda(struct linear *linear, const bf16 *w, void *memory, const struct cuda *on);
 size_t linear_scratch_bytes_cuda(enum linear_format format, int64_t rows, int64_t in, int64_t out);

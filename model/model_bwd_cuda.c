@@ -17,7 +17,7 @@ static void *gradient(const struct pass *w, size_t offset)
 /* dx and the weight's gradient. Down makes them in two calls: without x only dx, without dx only the other. */
 static void project_back(const struct pass *w, int layer, enum projection p, const bf16 *x, const bf16 *dy, bf16 *dx)
 {
-    static const char *const both[PROJECTIONS] = {"qkv backward", "o backward", "gate_up backward", "down backward"};
+    static const char *const both[PROJECTIONS] = {"qkv backward", "o backward", "gate_up backward"};
     const struct model *m = w->m;
     model_group_open(m, x == NULL ? "down dx" : dx == NULL ? "down dw" : both[p]);
     linear_bwd_cuda(&(struct linear_bwd){.linear = &m->layers[layer].linear[p],

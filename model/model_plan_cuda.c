@@ -22,11 +22,6 @@ static float *take_f32(struct arena *arena, const char *label, int64_t n)
     return arena_take(arena, label, (size_t)n * sizeof(float));
 }
 
-static int64_t larger(int64_t a, int64_t b)
-{
-    return a > b ? a : b;
-}
-
 /* ---- kept activations ------------------------------------------------------------------------------------------ */
 
 static bf16 *take_gate_up(const struct model *m, struct arena *arena)
@@ -179,7 +174,7 @@ static enum status take_cuda(struct model *m, struct arena *arena)
         return status_fail(ERR_NOMEM, "model: out of memory for its tables");
     }
     g->rows = o->batch * o->tokens;
-    g->head_rows = g->rows < MODEL_HEAD_ROWS ? larger(16, (g->rows + 15) / 16 * 16) : MODEL_HEAD_ROWS;
+    g->head_rows = g->rows < MODEL_HEAD_ROWS ? (g->rows + 15) / 16 * 16 : MODEL_HEAD_ROWS;
     int64_t n = g->rows, C = c->width;
     take_weights(m, arena);
     m->cosine = take_f32(arena, "rope table", o->tokens * (c->head_dim / 2));
@@ -217,6 +212,12 @@ static void release_cuda(struct model *m)
 /* ---- outside of forward and backward --------------------------------------------------------------------------- */
 
 /* Kernels move 16 bytes at a time; operands of small formats come in blocks of 16. */
+static int64_t nearest_multiple(int64_t value, int64_t unit)
+{
+    int64_t multiple = (value + unit / 2) / unit * unit;
+    return multiple > 0 ? multiple : unit;
+}
+
 static enum status check_cuda(const struct model_config *c, const struct model_options *o)
 {
     bool small = o->linear.attn != LINEAR_BF16 || o->linear.mlp != LINEAR_BF16;
@@ -234,7 +235,7 @@ static enum status check_cuda(const struct model_config *c, const struct model_o
             return status_fail(ERR_UNSUPPORTED,
                                "%s = %lld: on device cuda it must be a multiple of %lld (%s): nearest %lld; or use cpu",
                                sizes[i].key, (long long)sizes[i].value, (long long)sizes[i].unit, sizes[i].why,
-                               (long long)((sizes[i].value / sizes[i].unit + 1) * sizes[i].unit));
+                               (long long)nearest_multiple(sizes[i].value, sizes[i].unit));
         }
     }
     if (c->width > WIDTH_MAX || c->vocab > VOCAB_MAX) {

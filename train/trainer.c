@@ -188,11 +188,12 @@ void trainer_close(struct trainer *t)
     loader_close(t->val);
     watch_close(t->watch);
     release_plan(t);
-    arena_close(&t->arena);
-    arena_close(&t->host);
+    /* The engine first: freeing device memory waits for the GPU, where a sum may wait for a rank that is gone. */
     if (t->engine != NULL) {
         t->engine->close(t);
     }
+    arena_close(&t->arena);
+    arena_close(&t->host);
     param_list_close(&t->params);
     free(t->segments);
     memset(t, 0, sizeof *t);

@@ -24,13 +24,11 @@ struct gpu {
     void *results;             /* device: gpu_results in a row */
     size_t results_bytes;
     float *master_piece; /* device: FP32 master weights on their way to or from a checkpoint */
-    void *pinned;        /* owns; page-locked: the four below */
+    void *pinned;        /* owns; page-locked: results_host, the trainer's batch, staging */
     void *results_host;
-    int32_t *batch_host; /* (2, local, T) */
-    void *staging;       /* `store.piece` bytes */
+    void *staging; /* `store.piece` bytes */
     struct checkpoint_store store;
     struct gpu_place *places; /* owns; of the tensors of a checkpoint */
-    int n_places;
     int64_t micro_batches;
     struct cuda_graph *forward[2][2], *backward[2][2]; /* [statistics are made][not the update's first micro-batch] */
     struct cuda_event **events;                        /* owns; see step_cuda.c */
