@@ -5,6 +5,7 @@
  *
  * Attention is timed beside it, on its own, at the step's shape: `attn` is its share of forward and backward. */
 #include "attention/attention.h"
+#include "core/clock.h"
 #include "core/log.h"
 #include "core/rng.h"
 #include "train/plan.h"
@@ -98,12 +99,12 @@ static enum status time_attention(struct result *r, const struct device *device)
     double calls = (double)(r->config.model.layers * r->config.data.batch);
     r->attention_fwd_ms = r->attention_bwd_ms = INFINITY;
     for (int i = 0; i < ATTENTION_CALLS; i++) {
-        double start = step_clock_s();
+        double start = clock_s();
         variant->fwd(&fwd);
-        double middle = step_clock_s();
+        double middle = clock_s();
         variant->bwd(&bwd);
         r->attention_fwd_ms = fmin(r->attention_fwd_ms, 1e3 * calls * (middle - start));
-        r->attention_bwd_ms = fmin(r->attention_bwd_ms, 1e3 * calls * (step_clock_s() - middle));
+        r->attention_bwd_ms = fmin(r->attention_bwd_ms, 1e3 * calls * (clock_s() - middle));
     }
     struct head_view views[] = {q, k, v, out, dout, dq, dk, dv};
     for (size_t i = 0; i < sizeof views / sizeof views[0]; i++) {

@@ -2,10 +2,10 @@
 #include "core/gemm_cuda.h"
 
 #include "core/gemm_choice.h"
+#include "core/library.h"
 #include "core/log.h"
 
 #include <cuda_runtime_api.h>
-#include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,14 +17,6 @@ static const char *const library_names[] = {
     "/usr/local/cuda/lib64/libcublasLt.so.13",
     "/usr/local/cuda/lib64/libcublasLt.so.12",
 };
-
-/* ISO C has no conversion from an object to a function pointer; POSIX promises that the bytes are the same. */
-static bool load_function(void *library, const char *name, void *function)
-{
-    void *symbol = dlsym(library, name);
-    memcpy(function, &symbol, sizeof symbol);
-    return symbol != NULL;
-}
 
 static enum status load_library(struct gemm_cuda_state *state)
 {
@@ -43,7 +35,7 @@ static enum status load_library(struct gemm_cuda_state *state)
     }
     bool complete = true;
 #define LOAD_FUNCTION(name)                                                                                            \
-    complete = load_function(state->library, "cublasLt" #name, (void *)&state->lt.name) && complete;
+    complete = library_find(state->library, "cublasLt" #name, (void *)&state->lt.name) && complete;
     CUBLASLT_FUNCTIONS(LOAD_FUNCTION)
 #undef LOAD_FUNCTION
     return complete

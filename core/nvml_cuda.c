@@ -2,8 +2,9 @@
  * reference manual has them: int results, 0 = success; a device is a pointer. */
 #include "core/nvml.h"
 
+#include "core/library.h"
+
 #include <cuda_runtime_api.h>
-#include <dlfcn.h>
 #include <math.h>
 #include <stdbool.h>
 #include <stdlib.h>
@@ -18,23 +19,15 @@ struct nvml {
     int (*power)(void *device, unsigned int *milliwatts);
 };
 
-/* POSIX lets dlsym's result become a function; ISO C wants the detour. */
-static bool find(void *library, const char *name, void *function)
-{
-    void *symbol = dlsym(library, name);
-    memcpy(function, &symbol, sizeof symbol);
-    return symbol != NULL;
-}
-
 /* The runtime's numbers follow CUDA_VISIBLE_DEVICES, NVML's do not: the bus address is what both know. */
 static bool find_device(struct nvml *nvml, void *library, int ordinal)
 {
     int (*init)(void), (*by_bus)(const char *, void **);
     char bus[32];
-    return find(library, "nvmlInit_v2", &init) && find(library, "nvmlShutdown", &nvml->shutdown) &&
-           find(library, "nvmlDeviceGetHandleByPciBusId_v2", &by_bus) &&
-           find(library, "nvmlDeviceGetClockInfo", &nvml->clock) &&
-           find(library, "nvmlDeviceGetPowerUsage", &nvml->power) &&
+    return library_find(library, "nvmlInit_v2", &init) && library_find(library, "nvmlShutdown", &nvml->shutdown) &&
+           library_find(library, "nvmlDeviceGetHandleByPciBusId_v2", &by_bus) &&
+           library_find(library, "nvmlDeviceGetClockInfo", &nvml->clock) &&
+           library_find(library, "nvmlDeviceGetPowerUsage", &nvml->power) &&
            cudaDeviceGetPCIBusId(bus, sizeof bus, ordinal) == cudaSuccess && init() == NVML_SUCCESS &&
            by_bus(bus, &nvml->device) == NVML_SUCCESS;
 }

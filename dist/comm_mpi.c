@@ -2,6 +2,7 @@
  *
  * MPI's blocking calls wait for ever for a dead rank. Here every call is started without blocking and polled until a
  * deadline, so that a lost rank becomes an error with a name. */
+#include "core/clock.h"
 #include "dist/comm_backend.h"
 
 #include <mpi.h>
@@ -13,13 +14,6 @@
 static const size_t piece_bytes = (size_t)64 << 20;
 /* Polls before we begin to sleep: a rank in step answers within microseconds. */
 enum { SPINS = 4000, NAP_NS = 50000 };
-
-static double now_s(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 static enum status mpi_failed(const struct comm *comm, const char *call, int peer, int code)
 {
@@ -35,7 +29,7 @@ static enum status wait_for(const struct comm *comm, const struct comm_message *
     /* What a gap between two looks counts at most: a process that was itself stopped, with its whole machine perhaps,
      * must not blame others for the time when it wakes up. */
     static const double gap_max_s = 0.5;
-    double waited_s = 0, last = now_s();
+    double waited_s = 0, last = clock_s();
     for (long polls = 0;; polls++) {
         int done = 0;
         int code = MPI_Test(request, &done, result);
@@ -49,7 +43,7 @@ static enum status wait_for(const struct comm *comm, const struct comm_message *
             sched_yield();
         } else {
             nanosleep(&(struct timespec){.tv_nsec = NAP_NS}, NULL);
-            double now = now_s();
+            double now = clock_s();
             waited_s += now - last < gap_max_s ? now - last : gap_max_s;
             last = now;
             if (waited_s > m->wait_s) {

@@ -1,8 +1,10 @@
 /* dist: NCCL. The library is loaded when several ranks meet: a build needs its header only, and one GPU nothing. */
 #include "dist/comm_nccl.h"
 
+#include "core/clock.h"
+#include "core/library.h"
+
 #include <cuda_runtime_api.h>
-#include <dlfcn.h>
 #include <nccl.h>
 #include <sched.h>
 #include <stdio.h>
@@ -32,14 +34,6 @@ struct comm_nccl {
     bool lost;            /* a rank did not answer: leave without waiting for it */
 };
 
-/* POSIX lets dlsym's result become a function; ISO C wants the detour. */
-static bool find(void *handle, const char *name, void *function)
-{
-    void *symbol = dlsym(handle, name);
-    memcpy(function, &symbol, sizeof symbol);
-    return symbol != NULL;
-}
-
 static enum status library_open(struct library *l)
 {
     l->handle = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
@@ -49,19 +43,14 @@ static enum status library_open(struct library *l)
                            "LD_LIBRARY_PATH, or start one rank",
                            dlerror());
     }
-    bool all =
-        find(l->handle, "ncclGetErrorString", &l->error_string) && find(l->handle, "ncclGetUniqueId", &l->unique_id) &&
-        find(l->handle, "ncclCommInitRankConfig", &l->init_rank) && find(l->handle, "ncclCommDestroy", &l->destroy) &&
-        find(l->handle, "ncclCommAbort", &l->abort) && find(l->handle, "ncclCommGetAsyncError", &l->async_error) &&
-        find(l->handle, "ncclAllReduce", &l->all_reduce);
+    bool all = library_find(l->handle, "ncclGetErrorString", &l->error_string) &&
+               library_find(l->handle, "ncclGetUniqueId", &l->unique_id) &&
+               library_find(l->handle, "ncclCommInitRankConfig", &l->init_rank) &&
+               library_find(l->handle, "ncclCommDestroy", &l->destroy) &&
+               library_find(l->handle, "ncclCommAbort", &l->abort) &&
+               library_find(l->handle, "ncclCommGetAsyncError", &l->async_error) &&
+               library_find(l->handle, "ncclAllReduce", &l->all_reduce);
     return all ? OK : status_fail(ERR_UNSUPPORTED, "libnccl.so.2 is too old: 2.14 or later is needed");
-}
-
-static double now_s(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
 static enum status nccl_failed(struct comm_nccl *n, const char *what, ncclResult_t code)
@@ -83,7 +72,7 @@ static enum status too_late(struct comm_nccl *n, const char *what)
 /* Calls do not block: NCCL works on, and we look whether it is done, until the time-out. */
 static enum status wait_ready(struct comm_nccl *n, const char *what)
 {
-    double start = now_s();
+    double start = clock_s();
     for (;;) {
         ncclResult_t state = ncclSuccess, code = n->library.async_error(n->ranks, &state);
         if (code != ncclSuccess || (state != ncclSuccess && state != ncclInProgress)) {
@@ -92,7 +81,7 @@ static enum status wait_ready(struct comm_nccl *n, const char *what)
         if (state == ncclSuccess) {
             return OK;
         }
-        if (now_s() - start > n->comm->timeout_s) {
+        if (clock_s() - start > n->comm->timeout_s) {
             return too_late(n, what);
         }
         nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
@@ -184,7 +173,7 @@ void comm_nccl_sum(struct comm_nccl *n, void *data, enum dtype dtype, size_t ele
 
 enum status comm_nccl_wait(struct comm_nccl *n, const struct cuda *cuda, const char *what)
 {
-    double start = now_s();
+    double start = clock_s();
     if (n == NULL) {
         return cuda_sync(cuda, what);
     }
@@ -203,7 +192,7 @@ enum status comm_nccl_wait(struct comm_nccl *n, const struct cuda *cuda, const c
         if (code != ncclSuccess || (state != ncclSuccess && state != ncclInProgress)) {
             return nccl_failed(n, what, code != ncclSuccess ? code : state);
         }
-        if (now_s() - start > n->comm->timeout_s) {
+        if (clock_s() - start > n->comm->timeout_s) {
             return too_late(n, what);
         }
         if (polls > 1000) {

@@ -7,9 +7,8 @@
 #include <math.h>
 
 enum {
-    NORM_BLOCK = 4096, /* elements; part of the contract */
-    NORM_LANES = 8,    /* partial sums of a block: independent chains that the compiler may keep in one register */
-    NORM_GROUP = 512,  /* blocks summed in parallel before they enter the tree; changes no bit */
+    NORM_LANES = 8,   /* partial sums of a block: independent chains that the compiler may keep in one register */
+    NORM_GROUP = 512, /* blocks summed in parallel before they enter the tree; changes no bit */
     NORM_LEVELS = 64,
 };
 
@@ -73,18 +72,19 @@ static double segment_squares(struct gradnorm *result, int segment, const float 
 {
     struct sum_tree tree = {0};
     double sums[NORM_GROUP];
-    for (size_t first = 0; first < elements; first += (size_t)NORM_GROUP * NORM_BLOCK) {
+    for (size_t first = 0; first < elements; first += (size_t)NORM_GROUP * GRADNORM_BLOCK) {
         size_t left = elements - first;
-        int blocks = left >= (size_t)NORM_GROUP * NORM_BLOCK ? NORM_GROUP : (int)((left + NORM_BLOCK - 1) / NORM_BLOCK);
+        int blocks = left >= (size_t)NORM_GROUP * GRADNORM_BLOCK ? NORM_GROUP
+                                                                 : (int)((left + GRADNORM_BLOCK - 1) / GRADNORM_BLOCK);
 #pragma omp parallel for schedule(static) if (blocks > 8)
         for (int b = 0; b < blocks; b++) {
-            size_t at = (size_t)b * NORM_BLOCK;
-            sums[b] = block_squares(x + first + at, left - at < NORM_BLOCK ? left - at : NORM_BLOCK);
+            size_t at = (size_t)b * GRADNORM_BLOCK;
+            sums[b] = block_squares(x + first + at, left - at < GRADNORM_BLOCK ? left - at : GRADNORM_BLOCK);
         }
         for (int b = 0; b < blocks; b++) {
             if (!isfinite(sums[b])) {
-                size_t at = (size_t)b * NORM_BLOCK;
-                count_bad(result, segment, x, first + at, left - at < NORM_BLOCK ? left - at : NORM_BLOCK);
+                size_t at = (size_t)b * GRADNORM_BLOCK;
+                count_bad(result, segment, x, first + at, left - at < GRADNORM_BLOCK ? left - at : GRADNORM_BLOCK);
             }
             sum_tree_push(&tree, sums[b]);
         }

@@ -3,6 +3,8 @@
 
 #include "optim/adamw.h"
 
+enum { GRADNORM_BLOCK = 4096 }; /* elements of a block, whose squares are summed first; part of the bits */
+
 struct gradnorm {
     double norm;        /* sqrt of the sum of squares; NaN or Inf if any gradient is */
     int64_t non_finite; /* gradients that are NaN or Inf */
@@ -10,8 +12,8 @@ struct gradnorm {
     size_t bad_element; /* its first bad element, within the segment */
 };
 
-/* Squares are summed in FP64 over fixed blocks of 4096 elements, the blocks of a segment by a binary tree padded with
- * zeros, the segments likewise: bits depend on the gradients only. */
+/* Squares are summed in FP64 over fixed blocks of GRADNORM_BLOCK elements, the blocks of a segment by a binary tree
+ * padded with zeros, the segments likewise: bits depend on the gradients only. */
 struct gradnorm gradnorm_of(const float *grads, const struct adamw_segment *segments, int n_segments);
 
 /* CUDA: the same over FP32 or BF16 gradients, with the same bits: *result, device memory, holds what gradnorm_of

@@ -11,8 +11,7 @@ struct step_result;
 /* What an update's gradients are like, the same in every rank. */
 struct step_gradients {
     struct gradnorm norm;
-    int64_t
-        bad_sample; /* first sample of the update whose loss (on the CPU: or gradient) is not finite; else INT64_MAX */
+    int64_t bad_sample; /* first sample of the update whose loss (CPU: or gradient) is not finite; else INT64_MAX */
 };
 
 enum state_array { STATE_WEIGHTS, STATE_MASTER, STATE_M, STATE_V };

@@ -1,5 +1,6 @@
 /* train: the program. Command line, configuration, then one of the modes; every failure ends all ranks with the exit
  * status of its kind. */
+#include "core/clock.h"
 #include "core/log.h"
 #include "train/plan.h"
 #include "train/run.h"
@@ -121,7 +122,7 @@ static enum status check_same_config(const struct config *config, struct comm *c
 
 static enum status run_mode(const struct config *config, struct comm *comm, const struct device *device)
 {
-    double deadline_s = config->run.max_minutes > 0 ? step_clock_s() + 60 * config->run.max_minutes : 0;
+    double deadline_s = config->run.max_minutes > 0 ? clock_s() + 60 * config->run.max_minutes : 0;
     struct run_options plain = {.deadline_s = deadline_s};
     switch (config->run.mode) {
     case MODE_TRAIN:

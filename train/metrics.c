@@ -1,6 +1,7 @@
 /* train: metrics rows and the console. */
 #include "train/metrics.h"
 
+#include "core/clock.h"
 #include "core/file.h"
 #include "core/log.h"
 
@@ -100,7 +101,7 @@ static enum status open_rows(FILE **file, const char *out, const char *name, int
 
 enum status metrics_open(struct metrics *metrics, const char *out, int64_t update, int rank)
 {
-    *metrics = (struct metrics){.first_update = update, .started_s = step_clock_s()};
+    *metrics = (struct metrics){.first_update = update, .started_s = clock_s()};
     if (rank != 0) {
         return OK;
     }
@@ -177,7 +178,7 @@ static void print_console(const struct metrics *metrics, const struct trainer *t
 {
     char left[32], val[32] = "";
     double done = (double)(r->update - metrics->first_update);
-    double each = (step_clock_s() - metrics->started_s) / (done > 0 ? done : 1);
+    double each = (clock_s() - metrics->started_s) / (done > 0 ? done : 1);
     print_duration(each * (double)(t->config->schedule.steps - r->update), left, sizeof left);
     if (!isnan(val_loss)) {
         snprintf(val, sizeof val, "  val %.4f", val_loss);

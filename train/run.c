@@ -1,6 +1,7 @@
 /* train: the loop around the step. */
 #include "train/run.h"
 
+#include "core/clock.h"
 #include "core/log.h"
 #include "train/eval.h"
 #include "train/run_folder.h"
@@ -128,7 +129,7 @@ static enum status evaluate(struct run *run)
 static enum status stop_agreed(struct run *run, bool *stop)
 {
     double deadline = run->options->deadline_s;
-    int64_t wanted = signals_stop_wanted() ? 2 : deadline > 0 && step_clock_s() >= deadline ? 1 : 0;
+    int64_t wanted = signals_stop_wanted() ? 2 : deadline > 0 && clock_s() >= deadline ? 1 : 0;
     TRY(comm_max_i64(run->trainer.comm, &wanted, 1));
     *stop = wanted != 0;
     if (*stop) {

@@ -5,7 +5,7 @@
 
 /* What a study asks of a run beside its configuration. All zero: a plain run. */
 struct run_options {
-    double deadline_s;          /* of step_clock_s: checkpoint and ERR_STOPPED from then on; 0 = none */
+    double deadline_s;          /* of core/clock.h: checkpoint and ERR_STOPPED from then on; 0 = none */
     const double *partner_loss; /* the reference's loss by update; NaN or beyond partner_count: no partner */
     int64_t partner_count;
     const char *start_from; /* checkpoint to begin with where the run has none of its own; NULL = initial weights */

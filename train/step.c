@@ -1,24 +1,17 @@
 /* train: the step, from top to bottom. */
 #include "train/step.h"
 
+#include "core/clock.h"
 #include "core/log.h"
 #include "core/rng.h"
 
 #include <math.h>
 #include <string.h>
-#include <time.h>
 #include <xxhash.h>
-
-double step_clock_s(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
 
 double step_lap_ms(double *since)
 {
-    double now = step_clock_s(), ms = 1e3 * (now - *since);
+    double now = clock_s(), ms = 1e3 * (now - *since);
     *since = now;
     return ms;
 }
@@ -165,7 +158,7 @@ static enum verdict judge(struct trainer *t, const struct step_result *r, double
 enum status step_run(struct trainer *t, double partner_loss, struct step_result *r)
 {
     const struct config *config = t->config;
-    double start = step_clock_s(), clock = start;
+    double start = clock_s(), clock = start;
     size_t batch = (size_t)config->data.batch;
     struct step_gradients g;
     memset(r, 0, sizeof *r);
@@ -195,7 +188,7 @@ enum status step_run(struct trainer *t, double partner_loss, struct step_result 
     r->verdict = judge(t, r, partner_loss);
     bool finite = isfinite(r->loss) && isfinite(r->grad_norm);
     if (!finite || (r->verdict == VERDICT_DIVERGED && config->divergence_stop)) {
-        r->step_ms = 1e3 * (step_clock_s() - start);
+        r->step_ms = 1e3 * (clock_s() - start);
         return finite ? refuse_diverged(t, r) : refuse_non_finite(t, r, &g);
     }
 
@@ -203,6 +196,6 @@ enum status step_run(struct trainer *t, double partner_loss, struct step_result 
     t->update = r->update;
     t->last_loss = r->loss;
     t->samples += config->data.batch;
-    r->step_ms = 1e3 * (step_clock_s() - start);
+    r->step_ms = 1e3 * (clock_s() - start);
     return OK;
 }

@@ -29,6 +29,5 @@ struct step_result {
  * naming step, tensor and rank; `result` is filled in that case too. All ranks return the same. */
 MUST_CHECK enum status step_run(struct trainer *trainer, double partner_loss, struct step_result *result);
 
-/* Seconds of a clock that never goes back; milliseconds since *since, which becomes now. */
-double step_clock_s(void);
+/* Milliseconds since *since (of core/clock.h), which becomes now. */
 double step_lap_ms(double *since);

@@ -1,6 +1,8 @@
 /* train: the step on the CPU. Samples run one at a time, each a leaf of the gradient tree (run.deterministic = any). */
 #include "train/step.h"
 
+#include "core/clock.h"
+
 #include <math.h>
 #include <string.h>
 #include <sys/resource.h>
@@ -84,7 +86,7 @@ static void run_sample(struct trainer *t, struct step_result *r, int64_t k, int6
                                 .update = (uint32_t)r->update};
     struct model_loss loss;
     float *leaf = grad_tree_leaf(&t->tree);
-    double clock = step_clock_s();
+    double clock = clock_s();
     model_stats_reset(t->model);
     model_forward(t->model, &batch, true, &loss);
     r->forward_ms += step_lap_ms(&clock);
@@ -111,7 +113,7 @@ static enum status gradients_cpu(struct trainer *t, struct step_result *r, struc
     for (int64_t k = 0; k < t->local; k++) {
         run_sample(t, r, k, &g->bad_sample);
     }
-    double clock = step_clock_s();
+    double clock = clock_s();
     TRY(grad_tree_sum(&t->tree, &t->grads));
     r->comm_ms += step_lap_ms(&clock);
     g->norm = gradnorm_of(t->grads, t->segments, t->params.count);
@@ -121,7 +123,7 @@ static enum status gradients_cpu(struct trainer *t, struct step_result *r, struc
 
 static enum status apply_cpu(struct trainer *t, struct step_result *r, float clip_scale)
 {
-    double clock = step_clock_s();
+    double clock = clock_s();
     adamw_step(&t->config->optim, &t->state, t->segments, t->params.count, t->grads, clip_scale, (float)r->lr,
                (uint32_t)r->update);
     trainer_weights_changed(t);

@@ -12,8 +12,6 @@
 
 /* Weights, moments and checkpoints pass through page-locked memory in pieces of this size, whatever the model's. */
 enum { PIECE_BYTES = 32 << 20, PATH_BYTES = CONFIG_PATH + 64 };
-/* Elements of a block of the gradient norm (optim/gradnorm.h). */
-enum { NORM_BLOCK = 4096 };
 
 /* A parameter in one of the state arrays: what a checkpoint's tensor is known by. */
 struct gpu_place {
@@ -118,7 +116,7 @@ static int64_t norm_blocks(const struct trainer *t)
 {
     int64_t blocks = 0;
     for (int i = 0; i < t->params.count; i++) {
-        blocks += (int64_t)((t->segments[i].elements + NORM_BLOCK - 1) / NORM_BLOCK);
+        blocks += (int64_t)((t->segments[i].elements + GRADNORM_BLOCK - 1) / GRADNORM_BLOCK);
     }
     return blocks;
 }
