@@ -96,3 +96,8 @@ struct bwd8_plan bwd8_plan_of(const struct bwd_plan &base, const struct attentio
                               size_t *bytes);
 void bwd8_run(const struct attention_bwd *a, const struct bwd8_plan &p);
 extern "C" const char *attention_bwd_fp8_refuses_sm90(const struct attention_recipe *recipe);
+
+/* Before and after the kernel (attention_bwd_sm90_rows.cu): statistics and a zero dQ of the BF16 route; dQ in its
+ * place, rounded once, on every route (facts NULL: no lifts). */
+void bwd_prepare(const struct attention_bwd *a, const struct bwd_plan &p);
+void bwd_finish(const struct attention_bwd *a, const struct bwd8_plan &p);
