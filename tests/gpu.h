@@ -10,6 +10,34 @@
 
 enum { GPU_GUARD = 256 };
 
+/* Whether --small was given. */
+static inline bool *gpu_small(void)
+{
+    static bool small;
+    return &small;
+}
+
+/* The command line of a test program: a pattern that chooses tests by name ('*length*'), or --small, for
+ * compute-sanitizer, under which kernels run hundreds of times slower: tests named *_large are left out, and tables
+ * that ask gpu_leaves_out run a sample. */
+static inline void gpu_arguments(int argc, char **argv)
+{
+    *gpu_small() = argc > 1 && strcmp(argv[1], "--small") == 0;
+    if (*gpu_small()) {
+        cmocka_set_skip_filter("*_large");
+    } else if (argc > 1) {
+        cmocka_set_test_filter(argv[1]);
+    }
+}
+
+/* Counts the cases of a table; with --small true for all but one in n. Take a prime that no inner loop has as its
+ * length: then the sample meets all values of each loop. */
+static inline bool gpu_leaves_out(int n)
+{
+    static int count;
+    return *gpu_small() && count++ % n != 0;
+}
+
 static inline struct cuda *gpu_open(void)
 {
     struct cuda *cuda;

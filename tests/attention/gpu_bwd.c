@@ -299,7 +299,7 @@ static void compare(const struct attention_case *c, const struct result *r, doub
 static void check(const struct attention_shape *shape, const struct attention_recipe *recipe, enum input_kind kind,
                   const struct options *o)
 {
-    if (attention_recipe_refusal(recipe, (int)shape->head_dim) != NULL) {
+    if (attention_recipe_refusal(recipe, (int)shape->head_dim) != NULL || gpu_leaves_out(7)) {
         return;
     }
     struct attention_case c;
@@ -465,7 +465,7 @@ static void test_shapes(void **state)
     report("shapes");
 }
 
-static void test_many_blocks(void **state)
+static void test_many_blocks_large(void **state)
 {
     (void)state;
     static const struct attention_shape shapes[] = {{1, 1000, 2, 1, 128, true, 0.0884f},
@@ -585,7 +585,7 @@ static int open_gpu(void **state)
     return 0;
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_every_preset_on_every_value_format),
@@ -594,10 +594,11 @@ int main(void)
         cmocka_unit_test(test_with_its_own_forward),
         cmocka_unit_test(test_a_planted_leak),
         cmocka_unit_test(test_shapes),
-        cmocka_unit_test(test_many_blocks),
+        cmocka_unit_test(test_many_blocks_large),
         cmocka_unit_test(test_equal_bits),
         cmocka_unit_test(test_zero_dout_gives_exact_zeros),
         cmocka_unit_test(test_a_nan_is_seen),
     };
+    gpu_arguments(argc, argv);
     return cmocka_run_group_tests(tests, open_gpu, NULL);
 }

@@ -312,6 +312,9 @@ static bool repeats(const struct device_case *d, const struct attention_recipe *
 static struct difference run_case(struct attention_case *c, const char *what)
 {
     struct device_case d;
+    if (gpu_leaves_out(13)) {
+        return (struct difference){0};
+    }
     reference(c);
     gpu_case_open(&d, c);
     gpu_case_forward(&d, &c->recipe, true);
@@ -456,6 +459,9 @@ static void test_codes(void **state)
         for (int kind = INPUT_GAUSS; kind < INPUT_KINDS; kind++) {
             struct attention_case c;
             struct device_case d;
+            if (gpu_leaves_out(13)) {
+                continue;
+            }
             case_open(&c, &shape, &recipes[i], (enum input_kind)kind, (uint64_t)(7 + i));
             for (int64_t j = 0; j < case_keys(&c); j++) {
                 int64_t token = j / (shape.kv_heads * shape.head_dim);
@@ -562,7 +568,6 @@ static void test_refusals(void **state)
     assert_non_null(variant->refuses(&shape, &recipe));
 }
 
-/* An argument chooses one test, for the sanitizers: they are slow. */
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
@@ -570,6 +575,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_codes),          cmocka_unit_test(test_non_finite_inputs),
         cmocka_unit_test(test_extreme_inputs), cmocka_unit_test(test_refusals),
     };
+    gpu_arguments(argc, argv);
     gpu = gpu_open();
     for (int i = 0; attention_variants[i] != NULL; i++) {
         if (strcmp(attention_variants[i]->name, "cuda") == 0) {
@@ -579,7 +585,6 @@ int main(int argc, char **argv)
     assert_non_null(variant);
     add_operand_routes();
     add_probability_routes();
-    cmocka_set_test_filter(argc > 1 ? argv[1] : NULL);
     int failed = cmocka_run_group_tests(tests, NULL, NULL);
     cuda_close(gpu);
     return failed;

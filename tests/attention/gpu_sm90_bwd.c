@@ -402,7 +402,7 @@ static void test_row_leak(void **state)
 
 /* More blocks of keys than the GPU runs at a time, so that ordered sums wait: two ordered runs with equal bits, and
  * close to the unordered one. Any output and LSE2 will do. */
-static void test_many_blocks(void **state)
+static void test_many_blocks_large(void **state)
 {
     static const enum backward_preset presets[] = {BWD_BF16, BWD_REPRESENTED};
     for (int i = 0; i < 4; i++) {
@@ -483,12 +483,15 @@ static int close_gpu(void **state)
     return 0;
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_bf16_lengths), cmocka_unit_test(test_bf16_heads), cmocka_unit_test(test_bf16_inputs),
-        cmocka_unit_test(test_fp8_lengths),  cmocka_unit_test(test_fp8_inputs), cmocka_unit_test(test_mxfp4),
-        cmocka_unit_test(test_row_leak),     cmocka_unit_test(test_variant),    cmocka_unit_test(test_many_blocks),
+        cmocka_unit_test(test_bf16_lengths),      cmocka_unit_test(test_bf16_heads),
+        cmocka_unit_test(test_bf16_inputs),       cmocka_unit_test(test_fp8_lengths),
+        cmocka_unit_test(test_fp8_inputs),        cmocka_unit_test(test_mxfp4),
+        cmocka_unit_test(test_row_leak),          cmocka_unit_test(test_variant),
+        cmocka_unit_test(test_many_blocks_large),
     };
+    gpu_arguments(argc, argv);
     return cmocka_run_group_tests(tests, open_gpu, close_gpu);
 }

@@ -487,7 +487,7 @@ static void long_case(const struct attention_shape *s, const struct attention_re
     cuda_free(call.v.data);
 }
 
-static void long_sequences(void **state)
+static void sequences_large(void **state)
 {
     (void)state;
     struct attention_recipe recipes[3] = {attention_recipe_bf16(), recipe_of(PV_FP8, BWD_REPRESENTED),
@@ -606,10 +606,11 @@ static void whole_variant(void **state)
     assert_int_equal(bad, 0);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(lengths),        cmocka_unit_test(heads_and_tiles),
-                                       cmocka_unit_test(coded),          cmocka_unit_test(codes_equal),
-                                       cmocka_unit_test(long_sequences), cmocka_unit_test(whole_variant)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(lengths),         cmocka_unit_test(heads_and_tiles),
+                                       cmocka_unit_test(coded),           cmocka_unit_test(codes_equal),
+                                       cmocka_unit_test(sequences_large), cmocka_unit_test(whole_variant)};
+    gpu_arguments(argc, argv);
     return cmocka_run_group_tests(tests, open_gpu, close_gpu);
 }

@@ -468,7 +468,7 @@ static int close_gpu(void **state)
     return 0;
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_bf16_in_every_orientation),
@@ -477,5 +477,6 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_choices_survive_a_run, scratch_folder_open, scratch_folder_close),
         cmocka_unit_test(test_products_can_be_captured),
     };
+    gpu_arguments(argc, argv);
     return cmocka_run_group_tests(tests, open_gpu, close_gpu);
 }

@@ -195,9 +195,10 @@ static void test_head_agrees_with_the_cpu(void **state)
     compare_end();
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_head_agrees_with_the_cpu)};
+    gpu_arguments(argc, argv);
     cuda = gpu_open();
     int failed = cmocka_run_group_tests(tests, NULL, NULL);
     cuda_close(cuda);

@@ -596,7 +596,7 @@ static int close_gpu(void **state)
     return 0;
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_fp8_codes_are_those_of_the_cpu),
@@ -604,5 +604,6 @@ int main(void)
         cmocka_unit_test(test_graphs_follow_the_step),
         cmocka_unit_test(test_projections_match_the_cpu),
     };
+    gpu_arguments(argc, argv);
     return cmocka_run_group_tests(tests, open_gpu, close_gpu);
 }

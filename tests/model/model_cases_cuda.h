@@ -189,9 +189,7 @@ static inline void open_format(struct gpu_fixture *f, enum linear_format format,
 /* Start of main. An argument: only the tests whose names match, as test_odd*. */
 static inline void cases_start(int argc, char **argv)
 {
-    if (argc > 1) {
-        cmocka_set_test_filter(argv[1]);
-    }
+    gpu_arguments(argc, argv);
     setvbuf(stdout, NULL, _IOLBF, 0);
     use_threads(1);
 }

@@ -217,12 +217,13 @@ static void test_split_and_join_keep_every_bit(void **state)
     compare_end();
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_every_mode_has_the_bits_of_the_cpu),
         cmocka_unit_test(test_split_and_join_keep_every_bit),
     };
+    gpu_arguments(argc, argv);
     cuda = gpu_open();
     int failed = cmocka_run_group_tests(tests, NULL, NULL);
     cuda_close(cuda);
