@@ -3,22 +3,10 @@
  *   build/release/bench/instructions_sm90
  *
  * Clocks of one multiprocessor by its own counter, eight warps at work, all 132 busy; for wgmma also the share of the
- * dense rate (4096 BF16 or 8192 FP8 operations a clock). Additions to global memory in TB/s by events. */
-#include "attention/sm90.cuh"
-#include "core/cuda.cuh"
+ * dense rate (4096 BF16 or 8192 FP8 operations a clock). Copies and additions: bench/transfers_sm90. */
+#include "bench/clocks_sm90.cuh"
 
-#include <cstdio>
-#include <cstdlib>
-
-enum { WARPS = 8, THREADS = 32 * WARPS, SHARED = 200 * 1024, ROUNDS = 1000 };
-
-static void must(const char *what, cudaError_t error)
-{
-    if (error != cudaSuccess) {
-        fprintf(stderr, "instructions_sm90: %s: %s\n", what, cudaGetErrorString(error));
-        exit(1);
-    }
-}
+enum { SHARED = 200 * 1024 };
 
 /* ---- wgmma: each of two warpgroups multiplies 64 x N by 128 bytes of K, ROUNDS times ---- */
 
@@ -74,25 +62,6 @@ __global__ void __launch_bounds__(THREADS, 1) product_kernel(float *out, long lo
     }
 }
 
-struct bench {
-    float *out;
-    long long *clocks;
-    int blocks;
-};
-
-/* The second of two launches. */
-template <class KERNEL, class... ARGS>
-static double clocks_of(const bench &b, KERNEL kernel, size_t shared, ARGS... args)
-{
-    long long clocks = 0;
-    must("shared memory", cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
-    for (int run = 0; run < 2; run++) {
-        kernel<<<b.blocks, THREADS, shared>>>(b.out, b.clocks, args...);
-        must("kernel", cudaMemcpy(&clocks, b.clocks, sizeof clocks, cudaMemcpyDeviceToHost));
-    }
-    return (double)clocks / ROUNDS;
-}
-
 template <int N, operands KIND> static void product(const bench &b, const char *name)
 {
     bool wide = KIND == BF16_SS || KIND == BF16_RS;
@@ -101,143 +70,122 @@ template <int N, operands KIND> static void product(const bench &b, const char *
     printf("| m64n%-3d %-30s | %7.1f | %5.2f of the dense rate |\n", N, name, clocks, ideal / clocks);
 }
 
-/* ---- other instructions: 64 independent ones a round in each warp ---- */
-
-enum instruction { EX2, FMA, MAX, ADD, E4M3_F16, PRMT, SHFL, INSTRUCTIONS };
-static const char *const instruction_names[] = {"ex2.approx.ftz.f32", "fma.rn.f32", "max.f32",  "add.f32",
-                                                "cvt f16x2.e4m3x2",   "prmt.b32",   "shfl.bfly"};
-
-template <int KIND>
-__global__ void __launch_bounds__(THREADS, 1) instruction_kernel(float *out, long long *clocks, float c)
+static void products(const bench &b)
 {
-    float x[16];
-    uint32_t u[16];
-    for (int i = 0; i < 16; i++) {
-        x[i] = (float)threadIdx.x * 0.01f + (float)i * c;
-        u[i] = __float_as_uint(x[i]);
-    }
-    long long start = clock64();
-    for (int round = 0; round < ROUNDS; round++) {
-#pragma unroll
-        for (int i = 0; i < 64; i++) {
-            float &f = x[i % 16];
-            uint32_t &w = u[i % 16];
-            const float g = x[(i + 5) % 16];
-            if (KIND == EX2) {
-                asm volatile("ex2.approx.ftz.f32 %0, %0;" : "+f"(f));
-            } else if (KIND == FMA) {
-                asm volatile("fma.rn.f32 %0, %0, %1, %2;" : "+f"(f) : "f"(c), "f"(g));
-            } else if (KIND == MAX) {
-                asm volatile("max.f32 %0, %0, %1;" : "+f"(f) : "f"(g));
-            } else if (KIND == ADD) {
-                asm volatile("add.f32 %0, %0, %1;" : "+f"(f) : "f"(g));
-            } else if (KIND == E4M3_F16) {
-                unsigned short half = (unsigned short)w;
-                asm volatile("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(w) : "h"(half));
-            } else if (KIND == PRMT) {
-                asm volatile("prmt.b32 %0, %0, %1, 0x5410;" : "+r"(w) : "r"(u[(i + 5) % 16]));
-            } else {
-                asm volatile("shfl.sync.bfly.b32 %0, %0, 1, 31, 0xffffffff;" : "+f"(f));
-            }
-        }
-    }
-    long long stop = clock64();
-    float sum = 0;
-    for (int i = 0; i < 16; i++) {
-        sum += x[i] + __uint_as_float(u[i]);
-    }
-    out[blockIdx.x * THREADS + threadIdx.x] = sum;
-    if (threadIdx.x == 0) {
-        clocks[blockIdx.x] = stop - start;
-    }
-}
-
-template <int KIND> static void instructions(const bench &b)
-{
-    /* 64 instructions of two warps a scheduler. */
-    printf("| %-38s | %7.2f | clocks a warp instruction and scheduler |\n", instruction_names[KIND],
-           clocks_of(b, instruction_kernel<KIND>, 0, 1.5f) / (64 * WARPS / 4));
-    if constexpr (KIND + 1 < INSTRUCTIONS) {
-        instructions<KIND + 1>(b);
-    }
-}
-
-/* ---- additions to an FP32 array in global memory: by threads, 16 bytes each, or in bulk from shared memory ---- */
-
-enum { TILE_BYTES = 16 * 1024 };
-
-static __global__ void __launch_bounds__(THREADS) red_kernel(float *sum, int64_t tiles)
-{
-    for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        for (int i = threadIdx.x; i < TILE_BYTES / 16; i += THREADS) {
-            float *to = sum + tile * (TILE_BYTES / 4) + i * 4;
-            asm volatile("red.global.add.v4.f32 [%0], {%1, %1, %1, %1};" ::"l"(to), "f"(1.0f) : "memory");
-        }
-    }
-}
-
-static __global__ void __launch_bounds__(THREADS) bulk_kernel(float *sum, int64_t tiles)
-{
-    extern __shared__ __align__(128) float staged[];
-    for (int i = threadIdx.x; i < TILE_BYTES / 4; i += THREADS) {
-        staged[i] = 1.0f;
-    }
-    fence_async_proxy();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-            bulk_add_f32(sum + tile * (TILE_BYTES / 4), shared_address(staged), TILE_BYTES);
-            tma_store_commit();
-        }
-        tma_store_wait<0>();
-    }
-}
-
-template <class KERNEL> static void additions(const bench &b, KERNEL kernel, const char *name, int64_t bytes)
-{
-    float *sum, ms = 0;
-    cudaEvent_t from, to;
-    must("array", cudaMalloc(&sum, (size_t)bytes));
-    must("zeros", cudaMemset(sum, 0, (size_t)bytes));
-    must("event", cudaEventCreate(&from));
-    must("event", cudaEventCreate(&to));
-    for (int run = 0; run < 2; run++) {
-        must("event", cudaEventRecord(from));
-        for (int i = 0; i < 10; i++) {
-            kernel<<<2 * b.blocks, THREADS, TILE_BYTES>>>(sum, bytes / TILE_BYTES);
-        }
-        must("event", cudaEventRecord(to));
-        must("kernel", cudaEventSynchronize(to));
-        must("time", cudaEventElapsedTime(&ms, from, to));
-    }
-    printf("| %-26s over %3lld MiB | %7.2f | TB/s added |\n", name, (long long)(bytes >> 20),
-           10e-9 * (double)bytes / (double)ms);
-    cudaEventDestroy(from);
-    cudaEventDestroy(to);
-    cudaFree(sum);
-}
-
-int main()
-{
-    bench b = {};
-    must("blocks", cudaDeviceGetAttribute(&b.blocks, cudaDevAttrMultiProcessorCount, 0));
-    must("output", cudaMalloc(&b.out, (size_t)b.blocks * THREADS * sizeof *b.out));
-    must("clocks", cudaMalloc(&b.clocks, (size_t)b.blocks * sizeof *b.clocks));
-    printf("| instruction | clocks | |\n|---|---|---|\n");
     product<64, BF16_SS>(b, "bf16, A and B in shared memory");
     product<96, BF16_SS>(b, "bf16, A and B in shared memory");
     product<128, BF16_SS>(b, "bf16, A and B in shared memory");
     product<64, BF16_RS>(b, "bf16, A in registers");
     product<128, BF16_RS>(b, "bf16, A in registers");
+    product<32, E4M3_SS>(b, "e4m3, A and B in shared memory");
     product<64, E4M3_SS>(b, "e4m3, A and B in shared memory");
     product<128, E4M3_SS>(b, "e4m3, A and B in shared memory");
+    product<32, E4M3_RS>(b, "e4m3, A in registers");
     product<64, E4M3_RS>(b, "e4m3, A in registers");
     product<128, E4M3_RS>(b, "e4m3, A in registers");
     product<128, E5M2_RS>(b, "e5m2 x e4m3, A in registers");
-    instructions<0>(b);
-    additions(b, red_kernel, "red.global.add.v4.f32", 16 << 20);
-    additions(b, red_kernel, "red.global.add.v4.f32", 256 << 20);
-    additions(b, bulk_kernel, "cp.reduce.async.bulk", 16 << 20);
-    additions(b, bulk_kernel, "cp.reduce.async.bulk", 256 << 20);
+}
+
+/* ---- other instructions. Each warp runs 16 chains, each step reads its own result and a neighbour's, in a loop that
+ * carries all of them: the compiler can move nothing out of the clocked part. %0: the chain, %1: the neighbour, %2: a
+ * constant; all words of 32 bits ---- */
+
+#define INSTRUCTION(ID, NAME, TEXT)                                                                                    \
+    struct ID {                                                                                                        \
+        static const char *name()                                                                                      \
+        {                                                                                                              \
+            return NAME;                                                                                               \
+        }                                                                                                              \
+        static __device__ __forceinline__ void step(uint32_t &x, uint32_t neighbour, uint32_t c)                       \
+        {                                                                                                              \
+            asm volatile(TEXT : "+r"(x) : "r"(neighbour), "r"(c));                                                     \
+        }                                                                                                              \
+    }
+/* Two of them to a word of four bytes, the second merges; and back from two bytes. */
+#define TO_BYTES(CVT, TWO)                                                                                             \
+    "{\n\t.reg .b16 l, h;\n\t" CVT " l, %0" TWO ";\n\t" CVT " h, %1" TWO ";\n\tmov.b32 %0, {l, h};\n\t}"
+#define FROM_BYTES(CVT) "{\n\t.reg .b16 h;\n\tcvt.u16.u32 h, %0;\n\t" CVT " %0, h;\n\t}"
+
+INSTRUCTION(ex2, "ex2.approx.ftz.f32", "ex2.approx.ftz.f32 %0, %0;");
+INSTRUCTION(ex2_half, "ex2.approx.f16x2 (two values)", "ex2.approx.f16x2 %0, %0;");
+INSTRUCTION(fma_f, "fma.rn.f32", "fma.rn.f32 %0, %0, %2, %1;");
+INSTRUCTION(add_f, "add.f32", "add.f32 %0, %0, %1;");
+INSTRUCTION(mul_f, "mul.f32", "mul.f32 %0, %0, %1;");
+INSTRUCTION(max_f, "max.f32", "max.f32 %0, %0, %1;");
+INSTRUCTION(round_f, "cvt.rni.f32.f32", "cvt.rni.f32.f32 %0, %0;");
+INSTRUCTION(to_bf16, "cvt.rn.bf16x2.f32", "cvt.rn.bf16x2.f32 %0, %0, %1;");
+INSTRUCTION(to_f16, "cvt.rn.f16x2.f32", "cvt.rn.f16x2.f32 %0, %0, %1;");
+INSTRUCTION(to_f16_down, "cvt.rz.f16x2.f32", "cvt.rz.f16x2.f32 %0, %0, %1;");
+INSTRUCTION(to_e4m3, "cvt.rn.satfinite.e4m3x2.f32, twice", TO_BYTES("cvt.rn.satfinite.e4m3x2.f32", ", %2"));
+INSTRUCTION(to_e5m2, "cvt.rn.satfinite.e5m2x2.f32, twice", TO_BYTES("cvt.rn.satfinite.e5m2x2.f32", ", %2"));
+INSTRUCTION(half_to_e4m3, "cvt.rn.satfinite.e4m3x2.f16x2, twice", TO_BYTES("cvt.rn.satfinite.e4m3x2.f16x2", ""));
+INSTRUCTION(from_e4m3, "cvt.rn.f16x2.e4m3x2", FROM_BYTES("cvt.rn.f16x2.e4m3x2"));
+INSTRUCTION(half_mul, "mul.rn.f16x2", "mul.rn.f16x2 %0, %0, %1;");
+INSTRUCTION(half_fma, "fma.rn.f16x2", "fma.rn.f16x2 %0, %0, %2, %1;");
+INSTRUCTION(half_max, "max.f16x2", "max.f16x2 %0, %0, %1;");
+INSTRUCTION(bf16_mul, "mul.rn.bf16x2", "mul.rn.bf16x2 %0, %0, %1;");
+INSTRUCTION(max_s, "max.s32", "max.s32 %0, %0, %1;");
+INSTRUCTION(max_u16, "max.u16x2", "max.u16x2 %0, %0, %1;");
+INSTRUCTION(add_i, "add.s32", "add.s32 %0, %0, %1;");
+INSTRUCTION(mad_low, "mad.lo.u32", "mad.lo.u32 %0, %0, %2, %1;");
+INSTRUCTION(mad_high, "mad.hi.u32", "mad.hi.u32 %0, %0, %2, %1;");
+INSTRUCTION(logic, "lop3.b32", "lop3.b32 %0, %0, %1, %2, 0xca;");
+INSTRUCTION(shift, "shf.l.wrap.b32", "shf.l.wrap.b32 %0, %0, %1, 7;");
+INSTRUCTION(bytes, "prmt.b32", "prmt.b32 %0, %0, %1, 0x5410;");
+INSTRUCTION(bytes_by_word, "prmt.b32, selector in a register", "prmt.b32 %0, %2, %1, %0;");
+INSTRUCTION(select_f, "setp.gt.f32 and selp",
+            "{\n\t.reg .pred p;\n\tsetp.gt.f32 p, %0, %2;\n\tselp.b32 %0, %1, %0, p;\n\t}");
+INSTRUCTION(shuffle, "shfl.bfly", "shfl.sync.bfly.b32 %0, %0, 1, 31, 0xffffffff;");
+
+enum { STEPS = 64 };
+
+template <class I>
+__global__ void __launch_bounds__(THREADS, 1) instruction_kernel(float *out, long long *clocks, uint32_t c)
+{
+    uint32_t x[16];
+    for (int i = 0; i < 16; i++) {
+        x[i] = __float_as_uint((float)threadIdx.x * 0.01f + (float)i) ^ c;
+    }
+    __syncthreads();
+    long long start = clock64();
+#pragma unroll 1
+    for (int round = 0; round < ROUNDS; round++) {
+#pragma unroll
+        for (int i = 0; i < STEPS; i++) {
+            I::step(x[i % 16], x[(i + 5) % 16], c);
+        }
+    }
+    long long stop = clock64();
+    uint32_t sum = 0;
+    for (int i = 0; i < 16; i++) {
+        sum += x[i];
+    }
+    out[blockIdx.x * THREADS + threadIdx.x] = __uint_as_float(sum);
+    if (threadIdx.x == 0) {
+        clocks[blockIdx.x] = stop - start;
+    }
+}
+
+template <class I> static void instruction(const bench &b)
+{
+    /* Two warps a scheduler. */
+    printf("| %-38s | %7.2f | clocks a warp instruction and scheduler |\n", I::name(),
+           clocks_of(b, instruction_kernel<I>, 0, 0x3f010204u) / (STEPS * WARPS / 4));
+}
+
+template <class... I> static void instructions(const bench &b)
+{
+    (instruction<I>(b), ...);
+}
+
+int main()
+{
+    const struct bench b = bench_open();
+    printf("| instruction | clocks | |\n|---|---|---|\n");
+    products(b);
+    instructions<ex2, ex2_half, fma_f, add_f, mul_f, max_f, round_f>(b);
+    instructions<to_bf16, to_f16, to_f16_down, to_e4m3, to_e5m2, half_to_e4m3, from_e4m3>(b);
+    instructions<half_mul, half_fma, half_max, bf16_mul>(b);
+    instructions<max_s, max_u16, add_i, mad_low, mad_high, logic, shift, bytes, bytes_by_word, select_f, shuffle>(b);
     return 0;
 }
