@@ -241,14 +241,23 @@ void cuda_set_step(const struct cuda *cuda, const struct cuda_step *step)
     cuda_upload(cuda, cuda->step, step, sizeof *step);
 }
 
+/* A fault of enqueued work (an address that is not there, say) makes every later call fail in words of its own: the
+ * fault is the cause; the first call that met it tells where the host was. */
+static enum status first_failure(const struct cuda *cuda, const char *what, cudaError_t fault)
+{
+    const struct cuda_failure *first = cuda->failure;
+    if (fault != cudaSuccess) {
+        return status_fail(ERR_DEVICE, "GPU: %s (%s), noticed after %s; the first call that it broke: %s",
+                           cudaGetErrorString(fault), cudaGetErrorName(fault), what, first->what);
+    }
+    return status_fail(ERR_DEVICE, "GPU: %s, noticed after %s: %s", first->what, what,
+                       cudaGetErrorString((cudaError_t)first->code));
+}
+
 enum status cuda_sync(const struct cuda *cuda, const char *what)
 {
-    cudaError_t error = cudaStreamSynchronize(cuda->stream);
-    if (cuda->failure->code != 0) {
-        return status_fail(ERR_DEVICE, "GPU: %s, noticed after %s: %s", cuda->failure->what, what,
-                           cudaGetErrorString((cudaError_t)cuda->failure->code));
-    }
-    return check(what, error);
+    cudaError_t fault = cudaStreamSynchronize(cuda->stream);
+    return cuda->failure->code != 0 ? first_failure(cuda, what, fault) : check(what, fault);
 }
 
 /* ---- time ---- */
@@ -303,8 +312,7 @@ enum status cuda_graph_end(const struct cuda *cuda, struct cuda_graph **out)
     cudaGraph_t captured = NULL;
     cudaError_t ended = cudaStreamEndCapture(cuda->stream, &captured);
     if (ended != cudaSuccess && cuda->failure->code != 0) { /* the call that broke it says more */
-        return status_fail(ERR_DEVICE, "GPU: %s, while a graph was captured: %s", cuda->failure->what,
-                           cudaGetErrorString((cudaError_t)cuda->failure->code));
+        return first_failure(cuda, "capturing a graph", cudaStreamSynchronize(cuda->stream));
     }
     TRY(check("ending a capture", ended));
     struct cuda_graph *graph = calloc(1, sizeof *graph);

@@ -52,7 +52,8 @@ void cuda_zero(const struct cuda *cuda, void *device, size_t bytes);
 /* New values for later kernels (one small copy). */
 void cuda_set_step(const struct cuda *cuda, const struct cuda_step *step);
 
-/* Waits for everything enqueued. Fails with ERR_DEVICE: the first kept error, else what the runtime reports. */
+/* Waits for everything enqueued. Fails with ERR_DEVICE: a fault of the work itself as the runtime reports it, with the
+ * first kept error, which it caused; else that error alone. */
 MUST_CHECK enum status cuda_sync(const struct cuda *cuda, const char *what);
 
 /* Keeps an error for cuda_sync; `code` is a cudaError_t, 0 means none. For .cu files: cuda_launched() in core/cuda.cuh.

@@ -77,14 +77,18 @@ enum { GEMM_WORKSPACE_BYTES = 64 << 20, GEMM_CANDIDATES = 8 };
 /* The choice of this shape, or NULL. */
 struct gemm_choice *gemm_choice_find(const struct gemm_cuda_state *state, const struct gemm_shape *shape);
 
-/* A new choice with descriptors but no algorithm yet; ERR_UNSUPPORTED if cuBLASLt refuses the description. The pointer
- * holds until the next one is added. A failure leaves nothing behind. */
-MUST_CHECK enum status gemm_choice_add(struct gemm_cuda_state *state, const struct gemm_shape *shape,
-                                       struct gemm_choice **choice);
+/* The calls below return what the library says, and print nothing: who enqueues a product keeps the refusal for
+ * cuda_sync, who plans one says it. */
+
+/* A new choice with descriptors but no algorithm yet. The pointer holds until the next one is added. A failure leaves
+ * nothing behind; CUBLAS_STATUS_ALLOC_FAILED also where the host has no memory. */
+MUST_CHECK cublasStatus_t gemm_choice_add(struct gemm_cuda_state *state, const struct gemm_shape *shape,
+                                          struct gemm_choice **choice);
 
 /* Takes back the choice added last. */
 void gemm_choice_drop(struct gemm_cuda_state *state);
 
-/* Algorithms for the choice's shape, in the order that the library expects to be best; returns how many. */
-int gemm_choice_propose(const struct gemm_cuda_state *state, const struct gemm_choice *c,
-                        cublasLtMatmulHeuristicResult_t results[GEMM_CANDIDATES]);
+/* Algorithms for the choice's shape, in the order that the library expects to be best: at least one, or
+ * CUBLAS_STATUS_NOT_SUPPORTED. */
+MUST_CHECK cublasStatus_t gemm_choice_propose(const struct gemm_cuda_state *state, const struct gemm_choice *c,
+                                              cublasLtMatmulHeuristicResult_t results[GEMM_CANDIDATES], int *count);

@@ -75,13 +75,14 @@ void gemm_choice_drop(struct gemm_cuda_state *state)
     }
 }
 
-enum status gemm_choice_add(struct gemm_cuda_state *state, const struct gemm_shape *shape, struct gemm_choice **choice)
+cublasStatus_t gemm_choice_add(struct gemm_cuda_state *state, const struct gemm_shape *shape,
+                               struct gemm_choice **choice)
 {
     if (state->count == state->capacity) {
         int capacity = state->capacity == 0 ? 32 : 2 * state->capacity;
         struct gemm_choice *grown = realloc(state->choices, (size_t)capacity * sizeof *grown);
         if (grown == NULL) {
-            return status_fail(ERR_NOMEM, "GPU: no host memory for %d choices of matrix products", capacity);
+            return CUBLAS_STATUS_ALLOC_FAILED;
         }
         state->choices = grown;
         state->capacity = capacity;
@@ -91,15 +92,15 @@ enum status gemm_choice_add(struct gemm_cuda_state *state, const struct gemm_sha
     cublasStatus_t described = describe(&state->lt, c);
     if (described != CUBLAS_STATUS_SUCCESS) {
         gemm_choice_drop(state);
-        return status_fail(ERR_UNSUPPORTED, "matrix product of %ld x %ld x %ld: cuBLASLt refuses its description (%s)",
-                           (long)shape->m, (long)shape->n, (long)shape->k, state->lt.GetStatusName(described));
+        return described;
     }
     *choice = c;
-    return OK;
+    return CUBLAS_STATUS_SUCCESS;
 }
 
 /* What proposals must keep to. Sums split over k: in FP32 in the workspace, never in the rounded output. */
-static bool set_limits(const struct cublaslt *lt, const struct gemm_shape *shape, cublasLtMatmulPreference_t preference)
+static cublasStatus_t set_limits(const struct cublaslt *lt, const struct gemm_shape *shape,
+                                 cublasLtMatmulPreference_t preference)
 {
     const uint64_t workspace = GEMM_WORKSPACE_BYTES;
     const struct {
@@ -112,35 +113,39 @@ static bool set_limits(const struct cublaslt *lt, const struct gemm_shape *shape
         {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)shape->alignment},
         {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (uint32_t)shape->alignment},
     };
-    bool good = lt->MatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace,
-                                                 sizeof workspace) == CUBLAS_STATUS_SUCCESS;
-    for (size_t i = 0; good && i < sizeof limits / sizeof limits[0]; i++) {
-        good = lt->MatmulPreferenceSetAttribute(preference, limits[i].attribute, &limits[i].number,
-                                                sizeof limits[i].number) == CUBLAS_STATUS_SUCCESS;
+    cublasStatus_t status = lt->MatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                                                             &workspace, sizeof workspace);
+    for (size_t i = 0; status == CUBLAS_STATUS_SUCCESS && i < sizeof limits / sizeof limits[0]; i++) {
+        status = lt->MatmulPreferenceSetAttribute(preference, limits[i].attribute, &limits[i].number,
+                                                  sizeof limits[i].number);
     }
-    return good;
+    return status;
 }
 
-int gemm_choice_propose(const struct gemm_cuda_state *state, const struct gemm_choice *c,
-                        cublasLtMatmulHeuristicResult_t results[GEMM_CANDIDATES])
+cublasStatus_t gemm_choice_propose(const struct gemm_cuda_state *state, const struct gemm_choice *c,
+                                   cublasLtMatmulHeuristicResult_t results[GEMM_CANDIDATES], int *count)
 {
     const struct cublaslt *lt = &state->lt;
     cublasLtMatmulPreference_t preference;
-    int count = 0, usable = 0;
+    int proposed = 0, usable = 0;
     memset(results, 0, GEMM_CANDIDATES * sizeof *results);
-    if (lt->MatmulPreferenceCreate(&preference) != CUBLAS_STATUS_SUCCESS) {
-        return 0;
+    cublasStatus_t status = lt->MatmulPreferenceCreate(&preference);
+    if (status != CUBLAS_STATUS_SUCCESS) {
+        return status;
     }
-    bool good = set_limits(lt, &c->shape, preference) &&
-                lt->MatmulAlgoGetHeuristic(state->handle, c->product, c->a, c->b, c->c, c->c, preference,
-                                           GEMM_CANDIDATES, results, &count) == CUBLAS_STATUS_SUCCESS;
+    status = set_limits(lt, &c->shape, preference);
+    if (status == CUBLAS_STATUS_SUCCESS) {
+        status = lt->MatmulAlgoGetHeuristic(state->handle, c->product, c->a, c->b, c->c, c->c, preference,
+                                            GEMM_CANDIDATES, results, &proposed);
+    }
     lt->MatmulPreferenceDestroy(preference);
-    for (int i = 0; good && i < count; i++) {
+    for (int i = 0; status == CUBLAS_STATUS_SUCCESS && i < proposed; i++) {
         if (results[i].state == CUBLAS_STATUS_SUCCESS) {
             results[usable++] = results[i];
         }
     }
-    return usable;
+    *count = usable;
+    return status == CUBLAS_STATUS_SUCCESS && usable == 0 ? CUBLAS_STATUS_NOT_SUPPORTED : status;
 }
 
 /* ---- the file ---- */
@@ -189,9 +194,8 @@ static json_t *choice_to_json(const struct gemm_choice *c)
     return entry;
 }
 
-enum status gemm_cuda_save(const struct cuda *cuda, const char *path)
+static json_t *choices_to_json(const struct gemm_cuda_state *state)
 {
-    const struct gemm_cuda_state *state = cuda->gemm;
     json_t *root = json_object(), *list = json_array();
     json_object_set_new(root, "device", json_string(state->device));
     json_object_set_new(root, "cublaslt", json_integer((json_int_t)state->lt.GetVersion()));
@@ -201,9 +205,23 @@ enum status gemm_cuda_save(const struct cuda *cuda, const char *path)
         }
     }
     json_object_set_new(root, "choices", list);
+    return root;
+}
+
+enum status gemm_cuda_save(const struct cuda *cuda, const char *path)
+{
+    json_t *root = choices_to_json(cuda->gemm);
     enum status status = json_write_file(path, root);
     json_decref(root);
     return status;
+}
+
+enum status gemm_cuda_export(const struct cuda *cuda, char **text)
+{
+    json_t *root = choices_to_json(cuda->gemm);
+    *text = json_dumps(root, JSON_COMPACT);
+    json_decref(root);
+    return *text != NULL ? OK : status_fail(ERR_NOMEM, "GPU: no host memory for the choices of matrix products");
 }
 
 /* The library does not check words that it did not make: an algorithm from outside is only believed if it is among
@@ -212,8 +230,9 @@ static bool is_proposed(const struct gemm_cuda_state *state, const struct gemm_c
                         const cublasLtMatmulAlgo_t *algorithm)
 {
     cublasLtMatmulHeuristicResult_t results[GEMM_CANDIDATES];
-    int count = gemm_choice_propose(state, c, results);
-    for (int i = 0; i < count; i++) {
+    int count = 0;
+    bool proposed = gemm_choice_propose(state, c, results, &count) == CUBLAS_STATUS_SUCCESS;
+    for (int i = 0; proposed && i < count; i++) {
         if (memcmp(&results[i].algo, algorithm, sizeof *algorithm) == 0) {
             return true;
         }
@@ -233,11 +252,8 @@ static enum status take_choice(struct gemm_cuda_state *state, const char *path, 
     TRY(json_get_string(entry, path, "algorithm", &text));
     memcpy(&shape, numbers, sizeof shape);
     struct gemm_choice *c = gemm_choice_find(state, &shape);
-    bool added = c == NULL;
-    if (added) {
-        TRY(gemm_choice_add(state, &shape, &c));
-    }
-    if (!algorithm_from_text(text, &algorithm) || !is_proposed(state, c, &algorithm)) {
+    bool added = c == NULL && gemm_choice_add(state, &shape, &c) == CUBLAS_STATUS_SUCCESS;
+    if (c == NULL || !algorithm_from_text(text, &algorithm) || !is_proposed(state, c, &algorithm)) {
         if (added) {
             gemm_choice_drop(state);
         }
@@ -252,7 +268,7 @@ static enum status take_choice(struct gemm_cuda_state *state, const char *path, 
     return OK;
 }
 
-static enum status take_file(struct gemm_cuda_state *state, const char *path, const json_t *root)
+static enum status take_choices(struct gemm_cuda_state *state, const char *path, const json_t *root)
 {
     const char *device = NULL;
     int64_t version = 0;
@@ -278,7 +294,25 @@ enum status gemm_cuda_load(const struct cuda *cuda, const char *path)
 {
     json_t *root = NULL;
     TRY(json_read_file(path, &root));
-    enum status status = take_file(cuda->gemm, path, root);
+    enum status status = take_choices(cuda->gemm, path, root);
     json_decref(root);
     return status;
+}
+
+enum status gemm_cuda_import(const struct cuda *cuda, const char *from, const char *text)
+{
+    json_t *root = NULL;
+    TRY(json_read_text(from, text, strlen(text), &root));
+    enum status status = take_choices(cuda->gemm, from, root);
+    json_decref(root);
+    return status;
+}
+
+int gemm_cuda_planned(const struct cuda *cuda)
+{
+    int planned = 0;
+    for (int i = 0; i < cuda->gemm->count; i++) {
+        planned += cuda->gemm->choices[i].timed;
+    }
+    return planned;
 }

@@ -165,32 +165,36 @@ static cublasStatus_t multiply(const struct cuda *cuda, const struct gemm_choice
 /* ---- the choice ---- */
 
 /* The choice of a shape; a new one takes the first proposal. */
-static enum status choice_of(const struct cuda *cuda, const struct gemm_cuda *g, struct gemm_choice **choice)
+static cublasStatus_t choice_of(const struct cuda *cuda, const struct gemm_cuda *g, struct gemm_choice **choice)
 {
     struct gemm_cuda_state *state = cuda->gemm;
     struct gemm_shape shape = shape_of(g);
-    cublasLtMatmulHeuristicResult_t results[GEMM_CANDIDATES];
     struct gemm_choice *c = gemm_choice_find(state, &shape);
     if (c == NULL) {
-        TRY(gemm_choice_add(state, &shape, &c));
-        if (gemm_choice_propose(state, c, results) == 0) {
+        cublasLtMatmulHeuristicResult_t results[GEMM_CANDIDATES];
+        int count = 0;
+        cublasStatus_t status = gemm_choice_add(state, &shape, &c);
+        if (status != CUBLAS_STATUS_SUCCESS) {
+            return status;
+        }
+        status = gemm_choice_propose(state, c, results, &count);
+        if (status != CUBLAS_STATUS_SUCCESS) {
             gemm_choice_drop(state);
-            return status_fail(ERR_UNSUPPORTED, "matrix product of %ld x %ld x %ld: cuBLASLt %zu has no algorithm",
-                               (long)g->m, (long)g->n, (long)g->k, state->lt.GetVersion());
+            return status;
         }
         c->algorithm = results[0].algo;
     }
     *choice = c;
-    return OK;
+    return CUBLAS_STATUS_SUCCESS;
 }
 
 /* The time of a candidate that is refused although it was proposed: it never wins. */
 #define NEVER_MS 1e30
 
 /* Milliseconds of one product, over enough of them to be well above what an event resolves. */
-static enum status time_product(const struct cuda *cuda, const struct gemm_choice *c,
-                                const cublasLtMatmulAlgo_t *algorithm, const struct gemm_cuda *g, int repeats,
-                                double *ms)
+static cublasStatus_t time_product(const struct cuda *cuda, const struct gemm_choice *c,
+                                   const cublasLtMatmulAlgo_t *algorithm, const struct gemm_cuda *g, int repeats,
+                                   double *ms)
 {
     cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
     cuda_event_record(cuda, cuda->gemm->from);
@@ -198,15 +202,17 @@ static enum status time_product(const struct cuda *cuda, const struct gemm_choic
         status = multiply(cuda, c, algorithm, g);
     }
     cuda_event_record(cuda, cuda->gemm->to);
-    TRY(cuda_sync(cuda, "timing a matrix product"));
+    if (cudaStreamSynchronize(cuda->stream) != cudaSuccess) {
+        return CUBLAS_STATUS_EXECUTION_FAILED; /* the next cuda_sync has the words */
+    }
     *ms = status == CUBLAS_STATUS_SUCCESS ? cuda_event_ms(cuda->gemm->from, cuda->gemm->to) / repeats : NEVER_MS;
-    return OK;
+    return CUBLAS_STATUS_SUCCESS;
 }
 
 /* Least time of each candidate. Rounds go over all of them, so that a clock that changes meets all alike. */
-static enum status time_candidates(const struct cuda *cuda, const struct gemm_choice *c,
-                                   const cublasLtMatmulHeuristicResult_t *results, int count, const struct gemm_cuda *g,
-                                   double *best)
+static cublasStatus_t time_candidates(const struct cuda *cuda, const struct gemm_choice *c,
+                                      const cublasLtMatmulHeuristicResult_t *results, int count,
+                                      const struct gemm_cuda *g, double *best)
 {
     enum { ROUNDS = 3, REPEATS_MAX = 20 };
     const double enough_ms = 0.3;
@@ -214,41 +220,64 @@ static enum status time_candidates(const struct cuda *cuda, const struct gemm_ch
         for (int i = 0; i < count; i++) {
             double ms, wanted = round < 0 ? 1.0 : enough_ms / best[i] + 1.0;
             int repeats = wanted < REPEATS_MAX ? (int)wanted : REPEATS_MAX;
-            TRY(time_product(cuda, c, &results[i].algo, g, repeats, &ms));
+            cublasStatus_t status = time_product(cuda, c, &results[i].algo, g, repeats, &ms);
+            if (status != CUBLAS_STATUS_SUCCESS) {
+                return status;
+            }
             /* The round before the first loads code: it only tells how many repeats are enough. */
             best[i] = round <= 0 || ms < best[i] ? ms : best[i];
         }
     }
-    return OK;
+    return CUBLAS_STATUS_SUCCESS;
 }
 
-enum status gemm_cuda_plan(const struct cuda *cuda, const struct gemm_cuda *g)
+/* Times what is proposed for a choice and takes the fastest. */
+static cublasStatus_t plan_choice(const struct cuda *cuda, struct gemm_choice *c, const struct gemm_cuda *g)
 {
-    struct gemm_choice *c = NULL;
     cublasLtMatmulHeuristicResult_t results[GEMM_CANDIDATES];
     double ms[GEMM_CANDIDATES];
-    check_product(g);
-    TRY(choice_of(cuda, g, &c));
-    if (c->timed) {
-        return OK;
+    int count = 0, best = 0;
+    cublasStatus_t status = gemm_choice_propose(cuda->gemm, c, results, &count);
+    if (status == CUBLAS_STATUS_SUCCESS) {
+        status = set_scales(&cuda->gemm->lt, c, g);
     }
-    int count = gemm_choice_propose(cuda->gemm, c, results), best = 0;
-    cublasStatus_t scales = set_scales(&cuda->gemm->lt, c, g);
-    ASSERT(count > 0 && scales == CUBLAS_STATUS_SUCCESS);
-    TRY(time_candidates(cuda, c, results, count, g, ms));
+    if (status == CUBLAS_STATUS_SUCCESS) {
+        status = time_candidates(cuda, c, results, count, g, ms);
+    }
+    if (status != CUBLAS_STATUS_SUCCESS) {
+        return status;
+    }
     /* An earlier proposal stays unless a later one is clearly faster: choices then rarely hang on noise. */
     for (int i = 1; i < count; i++) {
         best = ms[i] < 0.98 * ms[best] ? i : best;
     }
     if (!(ms[best] < NEVER_MS)) {
-        return status_fail(ERR_UNSUPPORTED, "matrix product of %ld x %ld x %ld: cuBLASLt %zu refuses all %d algorithms",
-                           (long)g->m, (long)g->n, (long)g->k, cuda->gemm->lt.GetVersion(), count);
+        return CUBLAS_STATUS_NOT_SUPPORTED;
     }
     log_debug("matrix product %ld x %ld x %ld: candidate %d of %d, %.4f ms (the first: %.4f ms)", (long)g->m,
               (long)g->n, (long)g->k, best + 1, count, ms[best], ms[0]);
     c->algorithm = results[best].algo;
     c->timed = true;
-    return OK;
+    return CUBLAS_STATUS_SUCCESS;
+}
+
+static cublasStatus_t plan(const struct cuda *cuda, const struct gemm_cuda *g)
+{
+    struct gemm_choice *c = NULL;
+    cublasStatus_t status = choice_of(cuda, g, &c);
+    return status != CUBLAS_STATUS_SUCCESS || c->timed ? status : plan_choice(cuda, c, g);
+}
+
+enum status gemm_cuda_plan(const struct cuda *cuda, const struct gemm_cuda *g)
+{
+    check_product(g);
+    cublasStatus_t planned = plan(cuda, g);
+    if (planned == CUBLAS_STATUS_SUCCESS) {
+        return OK;
+    }
+    TRY(cuda_sync(cuda, "planning a matrix product")); /* a GPU that failed before is why, then */
+    return status_fail(ERR_UNSUPPORTED, "matrix product %ld x %ld x %ld: cuBLASLt %zu: %s", (long)g->m, (long)g->n,
+                       (long)g->k, cuda->gemm->lt.GetVersion(), cuda->gemm->lt.GetStatusName(planned));
 }
 
 void gemm_cuda_plan_all(const struct cuda *cuda, bool on)
@@ -260,20 +289,21 @@ void gemm_cuda(const struct cuda *cuda, const struct gemm_cuda *g)
 {
     struct gemm_cuda_state *state = cuda->gemm;
     struct gemm_choice *c = NULL;
-    char what[96];
     check_product(g);
-    enum status status = state->plan_all ? gemm_cuda_plan(cuda, g) : OK;
-    if (status != OK || choice_of(cuda, g, &c) != OK) {
-        cuda_note(cuda, "a matrix product without an algorithm", cudaErrorNotSupported);
-        return;
+    cublasStatus_t status = state->plan_all ? plan(cuda, g) : CUBLAS_STATUS_SUCCESS;
+    if (status == CUBLAS_STATUS_SUCCESS) {
+        status = choice_of(cuda, g, &c);
     }
-    cublasStatus_t done = set_scales(&state->lt, c, g);
-    if (done == CUBLAS_STATUS_SUCCESS) {
-        done = multiply(cuda, c, &c->algorithm, g);
+    if (status == CUBLAS_STATUS_SUCCESS) {
+        status = set_scales(&state->lt, c, g);
     }
-    if (done != CUBLAS_STATUS_SUCCESS) {
+    if (status == CUBLAS_STATUS_SUCCESS) {
+        status = multiply(cuda, c, &c->algorithm, g);
+    }
+    if (status != CUBLAS_STATUS_SUCCESS) {
+        char what[96];
         snprintf(what, sizeof what, "matrix product %ld x %ld x %ld, %s", (long)g->m, (long)g->n, (long)g->k,
-                 state->lt.GetStatusName(done));
+                 state->lt.GetStatusName(status));
         cuda_note(cuda, what, cudaErrorNotSupported);
     }
 }

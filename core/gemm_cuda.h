@@ -27,6 +27,7 @@ struct gemm_cuda {
     bool fast; /* FP8: leaves sums in the tensor cores (about 14 bits on Hopper): 6 to 14 % faster, but long sums of one
                 * sign shrink by percents (docs/results/gemm_cuda.md) */
 };
+/* Enqueues. What cuBLASLt refuses is kept for cuda_sync, with the sizes. */
 void gemm_cuda(const struct cuda *cuda, const struct gemm_cuda *g);
 
 /* Loads cuBLASLt, takes a workspace of 64 MiB. Part of cuda_open. ERR_UNSUPPORTED: the library is not there, with where
@@ -35,7 +36,8 @@ MUST_CHECK enum status gemm_cuda_open(struct cuda *cuda);
 void gemm_cuda_close(struct cuda *cuda);
 
 /* Chooses the algorithm of a shape by timing, unless that was done. The pointers must be valid memory, best with data
- * as they will be (zeros run faster than real numbers); C is left undefined. Waits. Not during graph capture. */
+ * as they will be (zeros run faster than real numbers); C is left undefined. Waits. Not during graph capture.
+ * ERR_UNSUPPORTED: cuBLASLt refuses the product; ERR_DEVICE: the GPU failed before. */
 MUST_CHECK enum status gemm_cuda_plan(const struct cuda *cuda, const struct gemm_cuda *g);
 
 /* While on, gemm_cuda plans the shapes that it meets, and what it leaves in C is undefined: run a step once like this
@@ -47,3 +49,11 @@ void gemm_cuda_plan_all(const struct cuda *cuda, bool on);
  * an algorithm that the library does not propose. */
 MUST_CHECK enum status gemm_cuda_save(const struct cuda *cuda, const char *path);
 MUST_CHECK enum status gemm_cuda_load(const struct cuda *cuda, const char *path);
+
+/* The same as text, for ranks that share no folder: export gives the caller a string to free; `from` stands for the
+ * file in messages. */
+MUST_CHECK enum status gemm_cuda_export(const struct cuda *cuda, char **text);
+MUST_CHECK enum status gemm_cuda_import(const struct cuda *cuda, const char *from, const char *text);
+
+/* How many shapes have a planned choice. */
+int gemm_cuda_planned(const struct cuda *cuda);

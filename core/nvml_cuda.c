@@ -24,12 +24,20 @@ static bool find_device(struct nvml *nvml, void *library, int ordinal)
 {
     int (*init)(void), (*by_bus)(const char *, void **);
     char bus[32];
-    return library_find(library, "nvmlInit_v2", &init) && library_find(library, "nvmlShutdown", &nvml->shutdown) &&
-           library_find(library, "nvmlDeviceGetHandleByPciBusId_v2", &by_bus) &&
-           library_find(library, "nvmlDeviceGetClockInfo", &nvml->clock) &&
-           library_find(library, "nvmlDeviceGetPowerUsage", &nvml->power) &&
-           cudaDeviceGetPCIBusId(bus, sizeof bus, ordinal) == cudaSuccess && init() == NVML_SUCCESS &&
-           by_bus(bus, &nvml->device) == NVML_SUCCESS;
+    bool all = library_find(library, "nvmlInit_v2", &init) && library_find(library, "nvmlShutdown", &nvml->shutdown) &&
+               library_find(library, "nvmlDeviceGetHandleByPciBusId_v2", &by_bus) &&
+               library_find(library, "nvmlDeviceGetClockInfo", &nvml->clock) &&
+               library_find(library, "nvmlDeviceGetPowerUsage", &nvml->power);
+    if (!all || init() != NVML_SUCCESS) {
+        return false;
+    }
+    bool found =
+        cudaDeviceGetPCIBusId(bus, sizeof bus, ordinal) == cudaSuccess && by_bus(bus, &nvml->device) == NVML_SUCCESS;
+    if (!found) {
+        (void)cudaGetLastError(); /* nobody's error: the report goes without these numbers */
+        nvml->shutdown();
+    }
+    return found;
 }
 
 struct nvml *nvml_open(int ordinal)
@@ -40,7 +48,7 @@ struct nvml *nvml_open(int ordinal)
         free(nvml);
         nvml = NULL;
     }
-    return nvml;
+    return nvml; /* the library stays loaded for the process */
 }
 
 void nvml_close(struct nvml *nvml)

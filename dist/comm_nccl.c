@@ -187,6 +187,7 @@ enum status comm_nccl_wait(struct comm_nccl *n, const struct cuda *cuda, const c
         if (cudaStreamQuery((cudaStream_t)cuda->stream) != cudaErrorNotReady) {
             return cuda_sync(cuda, what); /* done, or failed: it knows the words */
         }
+        (void)cudaGetLastError(); /* "not ready" is no failure; kept, the next launch would take it for its own */
         ncclResult_t state = ncclSuccess;
         ncclResult_t code = n->library.async_error(n->ranks, &state);
         if (code != ncclSuccess || (state != ncclSuccess && state != ncclInProgress)) {

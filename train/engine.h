@@ -37,6 +37,11 @@ struct engine {
     /* The update with these gradients; the model hears of the new weights. */
     enum status (*apply)(struct trainer *t, struct step_result *r, float clip_scale);
 
+    /* Before an update or an evaluation, all ranks alike, the first time: algorithms of the products are chosen (t's
+     * model; another one, and a sample alone where data.micro_batch is more, take what is proposed first: the same in
+     * every run). */
+    enum status (*prepare)(struct trainer *t);
+
     /* Loss of one sample of t->tokens, nothing kept. `model` may be another one over the same weights. */
     enum status (*evaluate)(struct trainer *t, struct model *model, struct model_loss *loss);
 

@@ -35,7 +35,11 @@ static enum status eval_model(struct trainer *t, struct model *model, double *lo
     if (sums == NULL) {
         return status_fail(ERR_NOMEM, "no memory for the losses of %lld samples", (long long)samples);
     }
-    enum status status = ranks_agree(t->comm, eval_samples(t, model, samples, sums));
+    /* A run that resumes behind its last update begins with an evaluation. */
+    enum status status = t->engine->prepare(t);
+    if (status == OK) {
+        status = ranks_agree(t->comm, eval_samples(t, model, samples, sums));
+    }
     if (status == OK) {
         status = comm_sum_f64(t->comm, sums, (int)(2 * samples));
     }

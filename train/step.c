@@ -19,15 +19,16 @@ double step_lap_ms(double *since)
 /* run.mode = step_time without data: any tokens do, only their number counts. */
 static enum status random_batch(struct trainer *t, int64_t update)
 {
-    int64_t n = t->local * t->config->data.seq_len;
+    int64_t T = t->config->data.seq_len, n = t->local * T;
     uint64_t stream = rng_stream("step_time/tokens"), vocab = (uint64_t)t->config->model.vocab;
     for (int64_t i = 0; i < n; i++) {
         uint64_t bits =
             rng_bits((uint64_t)t->config->run.seed, stream, (uint32_t)update, (uint64_t)(t->comm->rank * n + i));
         t->tokens[i] = (int32_t)(bits * vocab >> 32);
     }
-    memcpy(t->targets, t->tokens + 1, (size_t)(n - 1) * sizeof *t->targets);
-    t->targets[n - 1] = t->tokens[0];
+    for (int64_t i = 0; i < n; i++) { /* the last token of a sample is followed by its first */
+        t->targets[i] = t->tokens[i % T == T - 1 ? i - T + 1 : i + 1];
+    }
     return OK;
 }
 
@@ -171,6 +172,7 @@ enum status step_run(struct trainer *t, double partner_loss, struct step_result 
     r->data_ms = step_lap_ms(&clock);
 
     fault_before_update(t, r->update);
+    TRY(t->engine->prepare(t));
     TRY(t->engine->gradients(t, r, &g)); /* forward, loss, backward, sums over ranks, norm: step_cpu.c, step_cuda.c */
     step_lap_ms(&clock);
 

@@ -164,7 +164,13 @@ static void expose_cpu(struct trainer *t, enum state_array array, int param, str
     tensor->data = (char *)arrays[array] + t->segments[param].offset * dtype_bytes(tensor->dtype);
 }
 
-/* Products on the CPU have one order of sums. */
+/* Products on the CPU have one order of sums: there is nothing to choose, nothing to read. */
+static enum status prepare_cpu(struct trainer *t)
+{
+    (void)t;
+    return OK;
+}
+
 static enum status recall_cpu(struct trainer *t, const char *path)
 {
     (void)t;
@@ -188,6 +194,7 @@ const struct engine engine_cpu = {.open = open_cpu,
                                   .initialise = initialise_cpu,
                                   .gradients = gradients_cpu,
                                   .apply = apply_cpu,
+                                  .prepare = prepare_cpu,
                                   .evaluate = evaluate_cpu,
                                   .weights = weights_cpu,
                                   .spoil_weight = spoil_weight_cpu,

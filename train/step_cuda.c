@@ -176,7 +176,6 @@ enum status gpu_gradients(struct trainer *t, struct step_result *r, struct step_
 {
     struct gpu *gpu = t->gpu;
     struct gpu_results results = gpu_results_at(t, gpu->results);
-    TRY(gpu_warm_up(t));
     mark(gpu, AT_START);
     r->counted = gpu_counts(t, r->update);
     model_count_stats(t->model, r->counted);

@@ -52,6 +52,11 @@ static enum status measure(struct trainer *t, double *values, struct step_times 
             values[p * n + i - first] = phases[p];
         }
     }
+    /* A GPU may still be at the last update, which the times do not need (each has the optimizer's of the one before):
+     * reading a weight waits for it, so that a failure in it is one of this run. */
+    const bf16 *weight;
+    size_t one = 1;
+    TRY(t->engine->weights(t, 0, &one, &weight));
     summarise(values, n, times);
     double tokens = (double)(config->data.batch * config->data.seq_len);
     times->tokens_per_s = tokens / (1e-3 * times->median[PHASE_STEP]);

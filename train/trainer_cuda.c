@@ -294,15 +294,11 @@ bool gpu_counts(const struct trainer *t, int64_t update)
     return every > 0 && update % every == 0;
 }
 
-/* One rank's part: read what is there, run all products once, so that those without a choice are timed. With and
- * without statistics where the run has updates of both kinds: kernels are loaded when they first run, better not in a
- * capture. */
-static enum status choose(struct trainer *t, const char *path)
+/* Runs all products once, so that those without a choice are timed. With and without statistics where the run has
+ * updates of both kinds: kernels are loaded when they first run, better not in a capture. */
+static enum status run_once(struct trainer *t)
 {
     int64_t every = t->config->attention_every;
-    if (path[0] != '\0' && access(path, F_OK) == 0) {
-        TRY(gemm_cuda_load(t->gpu->cuda, path));
-    }
     for (int counted = 0; counted < 2; counted++) {
         if (counted ? every > 0 : every != 1) {
             model_count_stats(t->model, counted != 0);
@@ -312,31 +308,63 @@ static enum status choose(struct trainer *t, const char *path)
     return OK;
 }
 
-enum status gpu_warm_up(struct trainer *t)
+/* Rank 0's part: reads what is there, times the rest, writes both down. */
+static enum status choose(struct trainer *t)
 {
-    struct gpu *gpu = t->gpu;
+    const struct cuda *cuda = t->gpu->cuda;
     const struct config *config = t->config;
     const char *given = config->gemm_choices;
-    char own[PATH_BYTES] = "";
-    if (gpu->warm) {
+    if (given[0] != '\0' && access(given, F_OK) == 0) {
+        TRY(gemm_cuda_load(cuda, given));
+    }
+    int known = gemm_cuda_planned(cuda);
+    TRY(run_once(t));
+    log_info("matrix products: %d algorithms, %d of them timed now%s", gemm_cuda_planned(cuda),
+             gemm_cuda_planned(cuda) - known, t->comm->size > 1 ? ", by rank 0 for all ranks" : "");
+    if (config->run.mode != MODE_STEP_TIME) { /* which writes nothing unasked */
+        char own[PATH_BYTES];
+        snprintf(own, sizeof own, "%s/gemm.json", config->run.out);
+        TRY(gemm_cuda_save(cuda, own));
+    }
+    return given[0] != '\0' ? gemm_cuda_save(cuda, given) : OK; /* with what it did not have */
+}
+
+/* Rank 0's choices become everybody's, whether or not the ranks share a folder: a rank that timed its own could add in
+ * another order. A GPU of another kind than rank 0's says so, and times its own. */
+static enum status share_choices(struct trainer *t)
+{
+    bool teller = t->comm->rank == 0;
+    char *text = NULL;
+    TRY(ranks_agree(t->comm, teller ? gemm_cuda_export(t->gpu->cuda, &text) : OK));
+    int64_t bytes = teller ? (int64_t)strlen(text) + 1 : 0;
+    enum status status = comm_broadcast(t->comm, &bytes, sizeof bytes, 0);
+    if (status == OK && !teller && (text = malloc((size_t)bytes)) == NULL) {
+        status = status_fail(ERR_NOMEM, "no memory for rank 0's choices of matrix products");
+    }
+    status = ranks_agree(t->comm, status);
+    if (status == OK) {
+        status = comm_broadcast(t->comm, text, (size_t)bytes, 0);
+    }
+    if (status == OK && !teller) {
+        status = gemm_cuda_import(t->gpu->cuda, "rank 0", text);
+    }
+    free(text);
+    if (status == OK && !teller) {
+        status = run_once(t);
+    }
+    return ranks_agree(t->comm, status);
+}
+
+enum status gpu_warm_up(struct trainer *t)
+{
+    if (t->gpu->warm) {
         return OK;
     }
-    if (config->run.mode != MODE_STEP_TIME) { /* which writes nothing unasked */
-        snprintf(own, sizeof own, "%s/gemm.json", config->run.out);
+    TRY(ranks_agree(t->comm, t->comm->rank == 0 ? choose(t) : OK));
+    if (t->comm->size > 1) {
+        TRY(share_choices(t));
     }
-    enum status status = OK;
-    if (t->comm->rank == 0) {
-        status = choose(t, given);
-        if (status == OK && own[0] != '\0') {
-            status = gemm_cuda_save(gpu->cuda, own);
-        }
-        if (status == OK && given[0] != '\0') { /* with what it did not have */
-            status = gemm_cuda_save(gpu->cuda, given);
-        }
-    }
-    TRY(ranks_agree(t->comm, status));
-    TRY(ranks_agree(t->comm, t->comm->rank != 0 ? choose(t, own[0] != '\0' ? own : given) : OK));
-    gpu->warm = true;
+    t->gpu->warm = true;
     return OK;
 }
 
@@ -354,6 +382,7 @@ const struct engine engine_cuda = {.open = open_gpu,
                                    .initialise = initialise_gpu,
                                    .gradients = gpu_gradients,
                                    .apply = gpu_apply,
+                                   .prepare = gpu_warm_up,
                                    .evaluate = gpu_evaluate,
                                    .weights = weights_gpu,
                                    .spoil_weight = spoil_weight_gpu,

@@ -41,7 +41,7 @@ struct gpu_results gpu_results_at(const struct trainer *t, void *block);
 /* Is `update` one whose statistics of attention are made? */
 bool gpu_counts(const struct trainer *t, int64_t update);
 
-/* Chooses the algorithms of all products before the first update: rank 0 reads or times them, the others read its. */
+/* engine.prepare: rank 0 reads or times the algorithms of all products, the others take its. */
 MUST_CHECK enum status gpu_warm_up(struct trainer *t);
 
 /* Waits for the stream. With several ranks a lost one ends the wait after dist.timeout_s. */

@@ -418,6 +418,20 @@ static void test_choices_survive_a_run(void **state)
     memset(algorithm + strlen("\"algorithm\": \""), 'f', 16);
     assert_int_equal(file_write_atomic(copy, again, bytes), OK);
     assert_int_equal(gemm_cuda_load(cuda, copy), ERR_DATA);
+
+    char *told;
+    reopen();
+    assert_int_equal(gemm_cuda_load(cuda, path), OK);
+    assert_int_equal(gemm_cuda_export(cuda, &told), OK);
+    reopen();
+    assert_int_equal(gemm_cuda_import(cuda, "another rank", told), OK);
+    assert_int_equal(gemm_cuda_planned(cuda), KEPT);
+    free(got);
+    got = run_kept(true, &total);
+    assert_memory_equal(got, want, total);
+    told[strlen(told) / 2] = '\0';
+    assert_int_equal(gemm_cuda_import(cuda, "another rank", told), ERR_DATA);
+    free(told);
     free(text);
     free(again);
     free(empty);
