@@ -58,6 +58,8 @@ NVFLAGS := -std=c++17 -I. -O3 -lineinfo -Werror all-warnings -Xcompiler -Wall,-W
 GENCODE_cuda  := $(foreach g,$(GPU),-gencode arch=compute_$(g),code=sm_$(g))
 GENCODE_sm90  := -gencode arch=compute_90a,code=sm_90a
 GENCODE_sm100 := -gencode arch=compute_100a,code=sm_100a
+# Kernels written for one GPU are written for its registers: a spill is an error.
+NVFLAGS_sm90  := -Xptxas --warn-on-spills,--warn-on-local-memory-usage
 CUDA_CFLAGS   := -isystem $(CUDA_HOME)/include
 endif
 
@@ -105,11 +107,12 @@ $(OUT)/%.o: %.c
 	$(Q)$(CC) $(CFLAGS) $(if $(findstring dist/comm,$<),$(MPI_CFLAGS)) $(if $(findstring cuda,$<)$(findstring nccl,$<),$(CUDA_CFLAGS)) -MMD -MP -c $< -o $@
 
 arch_of = $(or $(findstring sm100,$1),$(findstring sm90,$1),cuda)
-# ptxas only remarks that it ignored setmaxnreg (C7508) or put wgmma products one after the other (C7510 to C7516): errors.
+# ptxas only remarks that it ignored setmaxnreg (C7508) or put wgmma products one after the other (C7510 to C7516, C7520):
+# errors.
 $(OUT)/%.cu.o: %.cu
 	@mkdir -p $(@D)
-	$(Q)$(NVCC) $(NVFLAGS) $(GENCODE_$(call arch_of,$<)) -MMD -MP -c $< -o $@ 2>$@.log; status=$$?; cat $@.log >&2; \
-	    if grep -qE 'C75(08|1[0-6])' $@.log; then status=1; fi; rm -f $@.log; exit $$status
+	$(Q)$(NVCC) $(NVFLAGS) $(NVFLAGS_$(call arch_of,$<)) $(GENCODE_$(call arch_of,$<)) -MMD -MP -c $< -o $@ 2>$@.log; status=$$?; cat $@.log >&2; \
+	    if grep -qE 'C75(08|1[0-6]|20)' $@.log; then status=1; fi; rm -f $@.log; exit $$status
 
 $(LIBRARY): $(OBJECTS)
 	$(Q)rm -f $@ && ar rcs $@ $^
@@ -147,6 +150,13 @@ test/%: ## the tests of one room: make test/attention
 
 test-gpu: all test-gpu-binaries ## the tests that need a GPU
 	BUILD_DIR=$(OUT) tools/run_tests.sh $(GPU_TESTS)
+
+LIMIT ?= 0
+sanitize-gpu: all test-gpu-binaries ## the small cases of the GPU tests under compute-sanitizer; LIMIT=seconds a program
+	BUILD_DIR=$(OUT) tools/sanitize_gpu.sh $(LIMIT) $(GPU_TESTS)
+
+sass: $(foreach k,$(KERNELS),$(if $(findstring sm90,$k),$(OUT)/$k.o)) ## look at the machine code of the Hopper kernels
+	$(Q)tools/check_sass.sh $^
 
 gpu/%: ## build the GPU tests of one room: make gpu/attention
 	$(MAKE) $(patsubst %.c,$(OUT)/%,$(wildcard tests/$*/gpu_*.c))
@@ -188,5 +198,5 @@ clean: ## remove build/ and the links in the root
 help: ## this text
 	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z_%\/.-]+:.*## / {printf "  %-24s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-.PHONY: all asan tsan demo test test-gpu test-binaries test-gpu-binaries fuzzers fuzz soak bench tidy format format-check deps clean help
+.PHONY: all asan tsan demo test test-gpu sanitize-gpu sass test-binaries test-gpu-binaries fuzzers fuzz soak bench tidy format format-check deps clean help
 -include $(patsubst %.c,$(OUT)/%.d,$(GENERATED_FROM)) $(KERNELS:%.cu=$(OUT)/%.cu.d)
