@@ -79,6 +79,8 @@ struct attention_variant {
     const char *(*refuses)(const struct attention_shape *shape, const struct attention_recipe *recipe);
     size_t (*saved_bytes)(const struct attention_shape *shape, const struct attention_recipe *recipe);
     size_t (*scratch_bytes)(const struct attention_shape *shape, const struct attention_recipe *recipe);
+    /* Why the backward of (shape, recipe) is that of another variant, else NULL. Itself NULL: it never is. */
+    const char *(*bwd_refuses)(const struct attention_shape *shape, const struct attention_recipe *recipe);
     void (*fwd)(const struct attention_fwd *a);
     void (*bwd)(const struct attention_bwd *a);
 };
@@ -91,3 +93,8 @@ extern const struct attention_variant *const attention_variants[];
 MUST_CHECK enum status attention_choose(const struct attention_shape *shape, const struct attention_recipe *recipe,
                                         enum device_kind device, const char *name,
                                         const struct attention_variant **variant);
+
+/* For logs: the chosen variant, what of the recipe another one runs, and why a preferred one was not chosen, such as
+ * "sm90", "sm90 (backward by cuda: ...)", "cuda (sm90: ...)". */
+void attention_route_print(const struct attention_shape *shape, const struct attention_recipe *recipe,
+                           const struct attention_variant *variant, char *text, size_t bytes);

@@ -239,6 +239,7 @@ const struct attention_variant attention_variant_sm90 = {
     .refuses = refuses_sm90,
     .saved_bytes = saved_bytes_sm90,
     .scratch_bytes = scratch_bytes_sm90,
+    .bwd_refuses = attention_bwd_refuses_sm90,
     .fwd = fwd_sm90,
     .bwd = bwd_sm90,
 };

@@ -7,6 +7,7 @@
 #endif
 
 #include <math.h>
+#include <stdio.h>
 #include <string.h>
 
 const struct attention_variant *const attention_variants[] = {
@@ -43,6 +44,24 @@ enum status attention_choose(const struct attention_shape *shape, const struct a
     return status_fail(ERR_UNSUPPORTED, "attention: variant '%s' refuses heads=%lld kv_heads=%lld head_dim=%lld %s: %s",
                        name, (long long)shape->heads, (long long)shape->kv_heads, (long long)shape->head_dim, text,
                        why);
+}
+
+void attention_route_print(const struct attention_shape *shape, const struct attention_recipe *recipe,
+                           const struct attention_variant *variant, char *text, size_t bytes)
+{
+    const char *why = variant->bwd_refuses != NULL ? variant->bwd_refuses(shape, recipe) : NULL;
+    if (why != NULL) {
+        snprintf(text, bytes, "%s (backward by cuda: %s)", variant->name, why);
+        return;
+    }
+    snprintf(text, bytes, "%s", variant->name);
+    for (int i = 0; attention_variants[i] != variant; i++) {
+        const struct attention_variant *preferred = attention_variants[i];
+        why = preferred->device == variant->device ? preferred->refuses(shape, recipe) : NULL;
+        if (why != NULL) {
+            snprintf(text, bytes, "%s (%s: %s)", variant->name, preferred->name, why);
+        }
+    }
 }
 
 void attention_stats_add(struct attention_stats *sum, const struct attention_stats *one)

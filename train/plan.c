@@ -225,13 +225,14 @@ static void print_run(FILE *out, const struct config *config, int ranks, const s
 
 /* Which operators run where, and what of them is emulated. */
 static void print_operators(FILE *out, const struct config *config, const struct device *device,
-                            const struct attention_variant *variant)
+                            const struct attention_shape *shape, const struct attention_variant *variant)
 {
     const struct linear_recipe *linear = &config->linear;
     bool gpu = device->kind == DEVICE_CUDA;
-    char recipe[512];
+    char recipe[512], route[256];
     attention_recipe_print(&config->attention, recipe, sizeof recipe);
-    fprintf(out, "operators\n  %-12s %s: %s\n", "attention", variant->name, recipe);
+    attention_route_print(shape, &config->attention, variant, route, sizeof route);
+    fprintf(out, "operators\n  %-12s %s: %s\n", "attention", route, recipe);
     fprintf(out, "  %-12s %s: attn %s, mlp %s, head %s (%s)\n", "linear", gpu ? "cuda" : "cpu",
             linear_format_names[linear->attn], linear_format_names[linear->mlp], linear_format_names[linear->head],
             gpu ? "nvfp4 is emulated: exact values, multiplied in BF16" : "all formats but bf16 are emulated");
@@ -255,7 +256,7 @@ enum status plan_print(const struct config *config, struct comm *comm, const str
                 config->model.heads, config->model.kv_heads, config->model.head_dim, config->model.ffn,
                 config->model.vocab);
         fprintf(out, "  %-12s %.4g GFLOP a token, forward and backward\n", "work", flops / 1e9);
-        print_operators(out, config, device, variant);
+        print_operators(out, config, device, &shape, variant);
         print_run(out, config, comm->size, device);
         print_memory(out, config, &arena, device);
         fflush(out);

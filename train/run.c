@@ -74,9 +74,12 @@ static void report_start(const struct trainer *t)
     if (t->device->kind == DEVICE_CUDA) {
         report_gpu(t);
     }
+    char route[256];
+    struct attention_shape shape = trainer_attention_shape(t->config, t->device);
+    attention_route_print(&shape, &t->config->attention, t->options.variant, route, sizeof route);
     bool plain = t->config->attention.qk == QK_BF16 && t->config->attention.pv == PV_BF16;
     bool cpu = t->device->kind == DEVICE_CPU;
-    log_info("attention %s%s: %s", t->options.variant->name,
+    log_info("attention %s%s: %s", route,
              plain ? ""
              : cpu ? " (low-precision formats emulated)"
                    : " (NVFP4 and MXFP4 emulated by wider formats)",

@@ -63,7 +63,8 @@ static enum status measure(struct trainer *t, double *values, struct step_times 
     times->flops_per_token = model_flops_per_token(&config->model, &t->params, config->data.seq_len);
     times->planned_gib = (double)t->arena.high_water / 0x1p30;
     times->used_gib = t->engine->memory_gib(t);
-    times->attention = t->options.variant->name;
+    struct attention_shape shape = trainer_attention_shape(config, t->device);
+    attention_route_print(&shape, &config->attention, t->options.variant, times->attention, sizeof times->attention);
     return OK;
 }
 
@@ -116,6 +117,8 @@ enum status step_time_run(const struct config *config, struct comm *comm, const 
     struct step_times times;
     TRY(step_time_measure(config, comm, device, &times));
     if (comm->rank == 0) {
+        char recipe[512];
+        attention_recipe_print(&config->attention, recipe, sizeof recipe);
         printf("%lld updates of %lld x %lld tokens on %d ranks (%s, attention %s): %.0f tokens/s\n",
                (long long)times.updates, (long long)config->data.batch, (long long)config->data.seq_len, comm->size,
                device->name, times.attention, times.tokens_per_s);
@@ -124,6 +127,8 @@ enum status step_time_run(const struct config *config, struct comm *comm, const 
             printf("%-10s %12.2f %12.2f %12.2f %7.1f%%\n", step_phase_names[p], times.median[p], times.p10[p],
                    times.p90[p], 100 * times.median[p] / times.median[PHASE_STEP]);
         }
+        printf("attention %s; sums %s\n", recipe,
+               config->run.deterministic == DETERMINISTIC_OFF ? "in any order" : "in a fixed order");
         printf("linear attn %s, mlp %s; %lld sequences at once, recompute %s; master %s, moments %s, gradients %s%s\n",
                linear_format_names[config->linear.attn], linear_format_names[config->linear.mlp],
                (long long)(device->kind == DEVICE_CPU ? 1 : config->data.micro_batch),

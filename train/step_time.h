@@ -23,7 +23,7 @@ struct step_times {
     double median[STEP_PHASES], p10[STEP_PHASES], p90[STEP_PHASES];
     double tokens_per_s; /* of all ranks, from the median step */
     double flops_per_token, planned_gib, used_gib;
-    const char *attention; /* variant */
+    char attention[256]; /* attention_route_print */
 };
 
 /* The q-quantile of n values by nearest rank; sorts them. */
