@@ -105,10 +105,10 @@ __device__ __forceinline__ uint32_t at(const uint64_t &barrier)
     return shared_address(&barrier);
 }
 
-/* One arrival a warp. */
+/* WARP_ARRIVALS of this warp. */
 __device__ __forceinline__ void release(uint32_t barrier)
 {
-    if (elect_one()) {
+    if (WARP_ARRIVALS == 32 || elect_one()) {
         mbarrier_arrive(barrier);
     }
 }
@@ -116,16 +116,16 @@ __device__ __forceinline__ void release(uint32_t barrier)
 template <class LAYOUT> __device__ __forceinline__ void open_barriers(typename LAYOUT::shared &s)
 {
     mbarrier_init(at(s.q_full), 1);
-    mbarrier_init(at(s.q_empty), LAYOUT::WARPS);
+    mbarrier_init(at(s.q_empty), LAYOUT::WARPS * WARP_ARRIVALS);
     for (int i = 0; i < LAYOUT::STAGES; i++) {
         mbarrier_init(at(s.k_full[i]), 1);
         mbarrier_init(at(s.v_full[i]), 1);
-        mbarrier_init(at(s.k_empty[i]), LAYOUT::WARPS);
-        mbarrier_init(at(s.v_empty[i]), LAYOUT::WARPS);
+        mbarrier_init(at(s.k_empty[i]), LAYOUT::WARPS * WARP_ARRIVALS);
+        mbarrier_init(at(s.v_empty[i]), LAYOUT::WARPS * WARP_ARRIVALS);
     }
     for (int i = 0; i < 2; i++) {
         mbarrier_init(at(s.tile_full[i]), 1);
-        mbarrier_init(at(s.tile_empty[i]), LAYOUT::WARPS);
+        mbarrier_init(at(s.tile_empty[i]), LAYOUT::WARPS * WARP_ARRIVALS);
     }
     mbarriers_ready();
 }

@@ -45,6 +45,15 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier)
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+/* Arrivals of a warp that has read, or written, what a barrier guards: one lane's, once the other lanes' accesses are
+ * before it (__syncwarp). racecheck does not follow that order through the barrier: built with ARRIVE_BY_LANE (make
+ * sanitize-gpu) every lane arrives for itself. */
+#ifdef ARRIVE_BY_LANE
+enum { WARP_ARRIVALS = 32 };
+#else
+enum { WARP_ARRIVALS = 1 };
+#endif
+
 /* [mbarrier.arrive, expect-tx] Arrives, and the phase also waits for so many bytes of TMA. */
 __device__ __forceinline__ void mbarrier_expect(uint32_t barrier, uint32_t bytes)
 {
