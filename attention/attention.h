@@ -45,6 +45,9 @@ void attention_stats_add(struct attention_stats *sum, const struct attention_sta
  *   saved      attention_saved_bytes, out; what backward needs beside the tensors above. NULL for inference.
  *   scratch    attention_scratch_bytes, undefined before and after
  *   stats      added to; may be NULL
+ *   amax       (B, H + 2 Hkv)   fp32  in; largest |x| of each head of Q, then of K, then of V, Infinity if anything in
+ *                                     it is not finite: for variants that take it (takes_amax), where whoever made Q, K
+ *                                     and V knows it already. NULL: found inside, the same result
  * A row with no visible key gives out = 0, lse_log2 = -INFINITY. Bits depend on neither B nor threads.
  * On CUDA all pointers (stats too) are device memory and the call only enqueues on cuda->stream. */
 struct attention_fwd {
@@ -55,6 +58,7 @@ struct attention_fwd {
     float *lse_log2;
     void *saved, *scratch;
     struct attention_stats *stats;
+    const float *amax;
 };
 
 /* Backward: as above, with dout in, dq, dk, dv out (bf16, FP32 accumulation, one rounding; overwritten). */
@@ -79,6 +83,8 @@ struct attention_variant {
     const char *(*refuses)(const struct attention_shape *shape, const struct attention_recipe *recipe);
     size_t (*saved_bytes)(const struct attention_shape *shape, const struct attention_recipe *recipe);
     size_t (*scratch_bytes)(const struct attention_shape *shape, const struct attention_recipe *recipe);
+    /* Whether attention_fwd.amax saves work; NULL: never. */
+    bool (*takes_amax)(const struct attention_recipe *recipe);
     /* Why the backward of (shape, recipe) is that of another variant, else NULL. Itself NULL: it never is. */
     const char *(*bwd_refuses)(const struct attention_shape *shape, const struct attention_recipe *recipe);
     void (*fwd)(const struct attention_fwd *a);

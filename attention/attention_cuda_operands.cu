@@ -1,34 +1,13 @@
 /* attention: operands of the variant "cuda", bit for bit those of attention_cpu_operands.c (docs/numerics.md, sections
  * 3 and 4). Each kernel moves its tensor once in and once out; facts of a head (its amax) come from a pass before. */
-#include "core/cuda.cuh"
+#include "attention/attention_cuda_operands.cuh"
 
-extern "C" {
-#include "attention/attention_cuda.h"
-#include "numerics/formats.h"
-}
-
-enum { THREADS = 256, QK_BLOCK = 16 };
-
-/* The published multiplier of V; smaller only where 4 |v| would leave E4M3. */
-#define VALUE_LIFT 4.0f
-#define FLOAT_INFINITY __uint_as_float(FLOAT_INF)
+enum { THREADS = 256 };
 
 __device__ __forceinline__ const bf16 *token_of(const head_tensor &x, int64_t head, int64_t token)
 {
     return x.view.data + (head / x.heads) * x.view.batch_stride + (head % x.heads) * x.view.head_stride +
            token * x.view.token_stride;
-}
-
-/* The largest 2^k with 2^k amax <= limit, k <= 126; 1 if amax is 0, Inf or NaN (numerics/blocks.h). */
-__device__ __forceinline__ float pow2_scale_of(float amax, float limit)
-{
-    if (!(amax > 0.0f) || !(amax < FLOAT_INFINITY)) {
-        return 1.0f;
-    }
-    int amax_exponent, limit_exponent;
-    const float amax_fraction = frexpf(amax, &amax_exponent), limit_fraction = frexpf(limit, &limit_exponent);
-    const int k = limit_exponent - amax_exponent - (amax_fraction > limit_fraction ? 1 : 0);
-    return ldexpf(1.0f, k < 126 ? k : 126);
 }
 
 /* ---- facts of heads --------------------------------------------------------------------------------------- */
@@ -113,68 +92,6 @@ void attention_centre_cuda(const struct cuda *on, const struct head_tensor *k, b
     }
 }
 
-/* ---- NVFP4 rows (numerics/blocks.c) ----------------------------------------------------------------------- */
-
-/* By how much coding n magnitudes with `scale` lessens sum x^2. The FP32 sum is exact, see numerics/blocks.c. */
-template <int N> __device__ __forceinline__ double squared_gain(const float *x, float scale)
-{
-    const float inverse = __fdiv_rn(1.0f, scale);
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-        const float q = e2m1_round(__fmul_rn(x[i], inverse));
-        sum += q * (2.0f * x[i] - q * scale);
-    }
-    return (double)sum * (double)scale;
-}
-
-__device__ __forceinline__ float squared_error(const float *x, float scale)
-{
-    const float inverse = __fdiv_rn(1.0f, scale);
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < QK_BLOCK; i++) {
-        const float d = x[i] - e2m1_round(__fmul_rn(x[i], inverse)) * scale;
-        sum += d * d;
-    }
-    return sum;
-}
-
-__device__ __forceinline__ uint8_t nvfp4_amax_code(float amax)
-{
-    return ue4m3_from_float(__fdiv_rn(amax, E2M1_MAX));
-}
-
-/* The code with the least squared error among those in [.25, 1.25] amax / 6, the lowest on a tie. Small codes that clip
- * too much to win are passed over, by a bound with room for its own rounding. */
-static __device__ uint8_t nvfp4_mse_code(const float *x, float amax)
-{
-    int first = ue4m3_from_float(__fdiv_rn(amax, 24.0f)), last = ue4m3_from_float(__fdiv_rn(5.0f * amax, 24.0f));
-    first += 24.0 * (double)ue4m3_to_float((uint8_t)first) < (double)amax ? 1 : 0;
-    last -= 24.0 * (double)ue4m3_to_float((uint8_t)last) > 5.0 * (double)amax ? 1 : 0;
-    int start = nvfp4_amax_code(amax);
-    if (first > last) {
-        return (uint8_t)start;
-    }
-    start = min(start, last);
-    const float bound = 1.0001f * squared_error(x, ue4m3_to_float((uint8_t)start));
-    while (first < start) {
-        const float clipped = amax - E2M1_MAX * ue4m3_to_float((uint8_t)first);
-        if (!(clipped > 0.0f && clipped * clipped > bound)) {
-            break;
-        }
-        first++;
-    }
-    int best = first;
-    double best_gain = -1.0;
-    for (int code = first; code <= last; code++) {
-        const double gain = squared_gain<QK_BLOCK>(x, ue4m3_to_float((uint8_t)code));
-        best = gain > best_gain ? code : best;
-        best_gain = gain > best_gain ? gain : best_gain;
-    }
-    return (uint8_t)best;
-}
-
 __device__ __forceinline__ void load16(const bf16 *x, float *y)
 {
     bf16x8_unpack(bf16x8_load(x), y);
@@ -192,28 +109,6 @@ __device__ __forceinline__ void store16_nan(bf16 *y)
     const uint4 nan = make_uint4(0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu);
     bf16x8_store(y, {nan});
     bf16x8_store(y + 8, {nan});
-}
-
-/* Largest magnitude times g, and the magnitudes. */
-template <int N> __device__ __forceinline__ float magnitudes(const float *x, float g, float *m)
-{
-    float amax = 0.0f;
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-        m[i] = fabsf(__fmul_rn(x[i], g));
-        amax = fmaxf(amax, m[i]);
-    }
-    return amax;
-}
-
-/* n values under a scale code, decoded. */
-template <int N> __device__ __forceinline__ void nvfp4_apply(float *x, float g, uint8_t code)
-{
-    const float scale = ue4m3_to_float(code), step = __fdiv_rn(scale, g);
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-        x[i] = code == 0 ? 0.0f : __fmul_rn(e2m1_round(__fdiv_rn(__fmul_rn(x[i], g), scale)), step);
-    }
 }
 
 /* A thread a block of 16 features. */
@@ -261,17 +156,9 @@ static __global__ void __launch_bounds__(THREADS) scores_folded_kernel(head_tens
     load16(from, pair);
     load16(from + 64, pair + QK_BLOCK);
     const float pair_amax = magnitudes<2 * QK_BLOCK>(pair, g, m);
-    uint8_t best = 0;
-    double best_gain = 0.0;
-    for (int j = 0; j < 11; j++) {
-        /* .25 .3125 .375 .4375 .5 .625 .75 .875 1 1.125 1.25 */
-        const float multiplier = j < 4 ? 0.25f + 0.0625f * (float)j : 0.5f + 0.125f * (float)(j - 4);
-        const uint8_t code = ue4m3_from_float(__fdiv_rn(__fmul_rn(multiplier, pair_amax), E2M1_MAX));
-        const double gain = code == 0 ? 0.0 : squared_gain<2 * QK_BLOCK>(m, ue4m3_to_float(code));
-        best = j == 0 || gain > best_gain ? code : best; /* a zero scale gains nothing */
-        best_gain = j == 0 || gain > best_gain ? gain : best_gain;
-    }
-    nvfp4_apply<2 * QK_BLOCK>(pair, g, best);
+    const uint8_t code =
+        nvfp4_folded_code(pair_amax, [&m](float scale) { return squared_gain<2 * QK_BLOCK>(m, scale); });
+    nvfp4_apply<2 * QK_BLOCK>(pair, g, code);
     store16(pair, to);
     store16(pair + QK_BLOCK, to + 64);
 }
@@ -321,17 +208,6 @@ void attention_scores_cuda(const struct cuda *on, const struct attention_recipe 
 
 /* ---- V ---------------------------------------------------------------------------------------------------- */
 
-__device__ __forceinline__ float value_lift(float amax)
-{
-    return amax > E4M3_MAX / VALUE_LIFT && amax < FLOAT_INFINITY ? pow2_scale_of(amax, E4M3_MAX) : VALUE_LIFT;
-}
-
-/* E4M3(m x) / m, times the unit. */
-__device__ __forceinline__ float value_e4m3(float x, float m, float inverse, float unit)
-{
-    return __fmul_rn(bf16_value(bf16_code(__fmul_rn(e4m3_round(__fmul_rn(x, m)), inverse))), unit);
-}
-
 /* A thread 8 features of one token. */
 static __global__ void value_e4m3_kernel(head_tensor x, const head_facts *facts, float unit, bf16 *y, bool hide)
 {
@@ -366,20 +242,6 @@ void attention_value_e4m3_cuda(const struct cuda *on, const struct head_tensor *
                                float unit, bf16 *y)
 {
     value_e4m3(on, x, facts, unit, y, false);
-}
-
-/* n keys of one feature under one E8M0 scale. */
-template <int N> __device__ __forceinline__ void mxfp4_column(float *x, float amax, bool nearest)
-{
-    int code = (int)(__float_as_uint(amax) >> 23) - 2;
-    code = nearest ? e8m0_from_float(amax, E8M0_NEAREST) : max(code, 0);
-    const float inverse = e8m0_to_float((uint8_t)(254 - code)), scale = e8m0_to_float((uint8_t)code);
-    const float fraction = nearest ? 1.0f / 6.0f : 1.0f, grid = nearest ? E2M1_MAX : 1.0f;
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-        const float q = e2m1_round(__fmul_rn(__fmul_rn(x[i], inverse), grid));
-        x[i] = amax == 0.0f ? 0.0f : __fmul_rn(scale, __fmul_rn(q, fraction));
-    }
 }
 
 template <int N> __device__ __forceinline__ void ue5m3_column(float *x, float amax, float g)

@@ -35,13 +35,28 @@ struct attention_operands_sm90 {
 };
 void attention_fwd_codes_sm90(const struct attention_fwd *a, const struct attention_operands_sm90 *x);
 
-/* v_column and v_inverse from V as the forward represents it (saved.v: (B, Hkv, T, 128), times attention_unit); facts:
- * of the V that it was made from. Exact for pv = fp8, and for mxfp4 within 15 binades of a head's largest block. */
-void attention_value_column_sm90(const struct cuda *on, const struct attention_shape *shape,
-                                 const struct attention_recipe *recipe, const bf16 *v, const struct head_facts *facts,
-                                 uint8_t *column, float *inverse);
+/* ---- publishing (attention_publish_sm90.cu) ---------------------------------------------------------------- */
 
-/* x (B, heads, T, 128) becomes E4M3(m x) / m, m the largest power of two with m amax <= 448 of a head; the codes, and
- * 1 / m. facts: of x. The step from qk = nvfp4 to nvfp4_e4m3. */
-void attention_lower_rows_sm90(const struct cuda *on, bf16 *x, int64_t heads, int64_t tokens,
-                               const struct head_facts *facts, uint8_t *rows, float *inverse);
+/* One call: what the recipe codes of Q, K and V, and where it goes. own_q, own_k, own_v: (B, heads, T, 128), the
+ * represented operands of docs/numerics.md (v times attention_unit), bit for bit those of the CPU; a source may be its
+ * own destination. With pv other than bf16 also v_column and v_inverse: exact for pv = fp8, and for mxfp4 within 15
+ * binades of a head's largest block. With qk = nvfp4_e4m3 also q8, k8 and their inverses. */
+struct attention_publish_sm90 {
+    struct attention_shape shape;
+    const struct attention_recipe *recipe; /* not both qk and pv bf16 */
+    struct head_view q, k, v;
+    const float
+        *amax; /* (B, H + 2 Hkv): as attention_fwd.amax, of the three above; what the recipe leaves is not read */
+    bf16 *own_q, *own_k, *own_v;
+    uint8_t *q8, *k8, *v_column;
+    float *q_inverse, *k_inverse, *v_inverse;
+    uint32_t *decoded; /* scratch, B (H + Hkv) words: qk = nvfp4_e4m3 with a qk_scale other than amax */
+};
+void attention_publish_heads_sm90(const struct cuda *on, const struct attention_publish_sm90 *a);
+
+/* amax of what attention_publish_heads_sm90 reads; a->amax is not looked at. */
+void attention_measure_heads_sm90(const struct cuda *on, const struct attention_publish_sm90 *a, float *amax);
+
+/* The whole first half of the forward: everything that attention_fwd_codes_sm90 multiplies, into a->scratch and
+ * a->saved. recipe: pv other than bf16. */
+struct attention_operands_sm90 attention_fwd_publish_sm90(const struct attention_fwd *a);

@@ -45,10 +45,11 @@ const char *attention_fwd_refuses_sm90(const struct attention_shape *shape, cons
 
 struct fwd_memory {
     uint32_t *counter;
-    struct head_facts *q_facts, *k_facts, *v_facts;
+    float *amax;     /* (B, H + 2 Hkv) */
     bf16 *q, *k, *v; /* represented operands where the caller keeps none */
     uint8_t *q8, *k8, *v_column;
     float *q_inverse, *k_inverse, *v_inverse;
+    uint32_t *decoded;
 };
 
 static struct fwd_memory fwd_carve(const struct attention_shape *s, const struct attention_recipe *recipe, bool kept,
@@ -62,9 +63,7 @@ static struct fwd_memory fwd_carve(const struct attention_shape *s, const struct
     const bool values8 = recipe->pv != PV_BF16;
     return (struct fwd_memory){
         .counter = carve_take(carve, sizeof(uint32_t)),
-        .q_facts = carve_take(carve, heads * sizeof(struct head_facts)),
-        .k_facts = carve_take(carve, kv_heads * sizeof(struct head_facts)),
-        .v_facts = carve_take(carve, kv_heads * sizeof(struct head_facts)),
+        .amax = carve_take(carve, (heads + 2 * kv_heads) * sizeof(float)),
         .q = carve_take(carve, coded && !kept ? heads * head * sizeof(bf16) : 0),
         .k = carve_take(carve, (coded || recipe->k_center) && !kept ? kv_heads * head * sizeof(bf16) : 0),
         .v = carve_take(carve, values8 && !kept ? kv_heads * head * sizeof(bf16) : 0),
@@ -75,6 +74,7 @@ static struct fwd_memory fwd_carve(const struct attention_shape *s, const struct
         .q_inverse = carve_take(carve, heads * sizeof(float)),
         .k_inverse = carve_take(carve, kv_heads * sizeof(float)),
         .v_inverse = carve_take(carve, kv_heads * sizeof(float)),
+        .decoded = carve_take(carve, scores8 ? (heads + kv_heads) * sizeof(uint32_t) : 0),
     };
 }
 
@@ -87,91 +87,88 @@ size_t attention_fwd_scratch_bytes_sm90(const struct attention_shape *shape, con
 
 /* ---- operands ---------------------------------------------------------------------------------------------- */
 
-static struct head_tensor tensor_of(const struct attention_shape *s, struct head_view view, int64_t heads)
-{
-    return (struct head_tensor){view, s->batch, s->tokens, heads, s->head_dim};
-}
-
 /* (B, heads, T, D) contiguous. */
 static struct head_view own_view(const struct attention_shape *s, bf16 *data, int64_t heads)
 {
     return (struct head_view){data, heads * s->tokens * s->head_dim, s->head_dim, s->tokens * s->head_dim};
 }
 
-/* Q or K as scores read it: the view itself, or published to `own`. */
-static struct head_view score_view(const struct attention_fwd *a, struct head_view view, int64_t heads, bf16 *own,
-                                   struct head_facts *facts)
-{
-    if (a->recipe->qk == QK_BF16) {
-        return view;
-    }
-    const struct head_tensor x = tensor_of(&a->shape, view, heads);
-    struct attention_recipe nvfp4 = *a->recipe;
-    nvfp4.qk = QK_NVFP4; /* the step to E4M3 is lowered_rows' */
-    attention_measure_cuda(a->cuda, &x, facts);
-    attention_scores_cuda(a->cuda, &nvfp4, &x, facts, NULL, own);
-    return own_view(&a->shape, own, heads);
-}
-
 static struct head_view centred_view(const struct attention_fwd *a, bf16 *own)
 {
-    const struct head_tensor k = tensor_of(&a->shape, a->k, a->shape.kv_heads);
+    const struct attention_shape *s = &a->shape;
+    const struct head_tensor k = {a->k, s->batch, s->tokens, s->kv_heads, s->head_dim};
     attention_centre_cuda(a->cuda, &k, own);
-    return own_view(&a->shape, own, a->shape.kv_heads);
+    return own_view(s, own, s->kv_heads);
 }
 
-/* qk = nvfp4_e4m3: a published operand is rounded to E4M3; its codes. */
-static const uint8_t *lowered_rows(const struct attention_fwd *a, struct head_view view, int64_t heads,
-                                   struct head_facts *facts, uint8_t *rows, float *inverse)
-{
-    const struct head_tensor x = tensor_of(&a->shape, view, heads);
-    attention_measure_cuda(a->cuda, &x, facts);
-    attention_lower_rows_sm90(a->cuda, view.data, a->shape.batch * heads, a->shape.tokens, facts, rows, inverse);
-    return rows;
-}
-
-static void value_column(const struct attention_fwd *a, const struct fwd_memory *m, bf16 *own)
-{
-    const struct head_tensor v = tensor_of(&a->shape, a->v, a->shape.kv_heads);
-    attention_measure_cuda(a->cuda, &v, m->v_facts);
-    attention_values_cuda(a->cuda, a->recipe, &v, m->v_facts, NULL, own);
-    attention_value_column_sm90(a->cuda, &a->shape, a->recipe, own, m->v_facts, m->v_column, m->v_inverse);
-}
-
-void attention_fwd_sm90(const struct attention_fwd *a)
+/* What the kernels multiply; members that the recipe has no use for are NULL. */
+static struct attention_operands_sm90 publish(const struct attention_fwd *a)
 {
     const struct attention_shape *s = &a->shape;
     const struct attention_recipe *recipe = a->recipe;
-    ASSERT(attention_fwd_refuses_sm90(s, recipe) == NULL);
     struct carve scratch = {.base = a->scratch};
     struct carve kept = {.base = a->saved};
     const struct fwd_memory m = fwd_carve(s, recipe, a->saved != NULL, &scratch);
-    struct attention_saved saved = {.q = m.q, .k = m.k, .v = m.v};
+    struct attention_saved own = {.q = m.q, .k = m.k, .v = m.v};
     if (a->saved != NULL) {
-        saved = attention_saved_cuda_carve(s, recipe, &kept).operands;
+        own = attention_saved_cuda_carve(s, recipe, &kept).operands;
     }
-    struct head_view k = recipe->k_center ? centred_view(a, saved.k) : a->k;
-    k = score_view(a, k, s->kv_heads, saved.k, m.k_facts);
-    const struct head_view q = score_view(a, a->q, s->heads, saved.q, m.q_facts);
-    if (recipe->pv == PV_BF16) {
-        attention_fwd_bf16_sm90(a, &q, &k, &a->v, m.counter);
-        return;
-    }
-    value_column(a, &m, saved.v);
-    struct attention_operands_sm90 x = {
-        .q = q,
+    const struct head_view k = recipe->k_center ? centred_view(a, own.k) : a->k;
+    const bool coded = recipe->qk != QK_BF16;
+    const bool scores8 = recipe->qk == QK_NVFP4_E4M3;
+    struct attention_publish_sm90 p = {
+        .shape = *s,
+        .recipe = recipe,
+        .q = a->q,
         .k = k,
+        .v = a->v,
+        .amax = a->amax,
+        .own_q = own.q,
+        .own_k = own.k,
+        .own_v = own.v,
+        .q8 = m.q8,
+        .k8 = m.k8,
+        .v_column = m.v_column,
+        .q_inverse = m.q_inverse,
+        .k_inverse = m.k_inverse,
+        .v_inverse = m.v_inverse,
+        .decoded = m.decoded,
+    };
+    if (coded || recipe->pv != PV_BF16) {
+        if (a->amax == NULL || recipe->k_center) { /* the caller's is that of another K */
+            attention_measure_heads_sm90(a->cuda, &p, m.amax);
+            p.amax = m.amax;
+        }
+        attention_publish_heads_sm90(a->cuda, &p);
+    }
+    return (struct attention_operands_sm90){
+        .q = coded ? own_view(s, own.q, s->heads) : a->q,
+        .k = coded ? own_view(s, own.k, s->kv_heads) : k,
+        .q8 = scores8 ? m.q8 : NULL,
+        .k8 = scores8 ? m.k8 : NULL,
         .v_column = m.v_column,
         .q_inverse = m.q_inverse,
         .k_inverse = m.k_inverse,
         .v_inverse = m.v_inverse,
         .counter = m.counter,
     };
-    if (recipe->qk == QK_NVFP4_E4M3) {
-        x.q8 = lowered_rows(a, q, s->heads, m.q_facts, m.q8, m.q_inverse);
-        x.k8 = lowered_rows(a, k, s->kv_heads, m.k_facts, m.k8, m.k_inverse);
+}
+
+struct attention_operands_sm90 attention_fwd_publish_sm90(const struct attention_fwd *a)
+{
+    ASSERT(attention_fwd_refuses_sm90(&a->shape, a->recipe) == NULL && a->recipe->pv != PV_BF16);
+    return publish(a);
+}
+
+void attention_fwd_sm90(const struct attention_fwd *a)
+{
+    ASSERT(attention_fwd_refuses_sm90(&a->shape, a->recipe) == NULL);
+    const struct attention_operands_sm90 x = publish(a);
+    if (a->recipe->pv == PV_BF16) {
+        attention_fwd_bf16_sm90(a, &x.q, &x.k, &a->v, x.counter);
+    } else {
+        attention_fwd_codes_sm90(a, &x);
     }
-    attention_fwd_codes_sm90(a, &x);
 }
 
 /* ---- the variant ------------------------------------------------------------------------------------------- */
@@ -215,6 +212,11 @@ static const char *refuses_sm90(const struct attention_shape *shape, const struc
     return attention_fwd_refuses_sm90(shape, recipe);
 }
 
+static bool takes_amax_sm90(const struct attention_recipe *recipe)
+{
+    return (recipe->qk != QK_BF16 || recipe->pv != PV_BF16) && !recipe->k_center;
+}
+
 static void fwd_sm90(const struct attention_fwd *a)
 {
     if (a->stats != NULL) {
@@ -239,6 +241,7 @@ const struct attention_variant attention_variant_sm90 = {
     .refuses = refuses_sm90,
     .saved_bytes = saved_bytes_sm90,
     .scratch_bytes = scratch_bytes_sm90,
+    .takes_amax = takes_amax_sm90,
     .bwd_refuses = attention_bwd_refuses_sm90,
     .fwd = fwd_sm90,
     .bwd = bwd_sm90,

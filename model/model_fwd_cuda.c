@@ -115,7 +115,30 @@ void model_rotate_cuda(const struct pass *w, bf16 *x, int64_t stride, bool inver
                     w->batch->length, m->options.cuda);
 }
 
-static void attention(const struct pass *w, int layer, bool again)
+/* Turns Q and K; on the way, for an attention that takes it, the largest magnitude of every head. Returns those. */
+static const float *rotate_measured(const struct pass *w, const struct kept *k)
+{
+    const struct model *m = w->m;
+    const struct model_config *c = &m->config;
+    struct heads h = model_heads(c);
+    const struct attention_variant *variant = m->options.variant;
+    if (variant->takes_amax == NULL || !variant->takes_amax(&m->options.attention)) {
+        model_rotate_cuda(w, k->rotated, h.qk_stride, false);
+        return NULL;
+    }
+    rope_measure_cuda(&(struct rope_apply){.x = k->rotated,
+                                           .rows = w->n,
+                                           .row_stride = h.qk_stride,
+                                           .heads = c->heads + c->kv_heads,
+                                           .head_dim = c->head_dim,
+                                           .cosine = m->cosine,
+                                           .sine = m->sine},
+                      &(struct rope_beside){.x = k->qkv + h.q + h.kv, .row_stride = h.qkv_stride, .heads = c->kv_heads},
+                      w->batch->length, m->gpu->head_amax, m->options.cuda);
+    return m->gpu->head_amax;
+}
+
+static void attention(const struct pass *w, int layer, const float *head_amax, bool again)
 {
     const struct model *m = w->m;
     const struct model_config *c = &m->config;
@@ -133,7 +156,8 @@ static void attention(const struct pass *w, int layer, bool again)
                                                     .lse_log2 = k->lse_log2,
                                                     .saved = saves ? k->attention : NULL,
                                                     .scratch = m->gpu->tool,
-                                                    .stats = model_stats_cuda(m, layer, again)});
+                                                    .stats = model_stats_cuda(m, layer, again),
+                                                    .amax = head_amax});
 }
 
 void model_attend_cuda(const struct pass *w, int layer, bool again)
@@ -148,10 +172,10 @@ void model_attend_cuda(const struct pass *w, int layer, bool again)
         norm_heads(w, k, 0, c->heads, x->q_norm, k->q_inv);
         norm_heads(w, k, c->heads, c->kv_heads, x->k_norm, k->k_inv);
     }
-    model_rotate_cuda(w, k->rotated, model_heads(c).qk_stride, false);
+    const float *head_amax = rotate_measured(w, k);
     model_group_close(m);
     model_group_open(m, "attention");
-    attention(w, layer, again);
+    attention(w, layer, head_amax, again);
     float *amax = model_amax_cuda(m, layer, PROJECTION_O, false);
     if (amax && !again) {
         linear_amax_cuda(k->attended, w->n * model_q_width(c), amax, m->options.cuda);
