@@ -1,12 +1,13 @@
 /* bench: the operators that memory bounds, on the GPU: GB/s of the bytes that an operator must move, beside a copy from
  * device to device in the same run, at the shapes of the 8B model.
- *   build/release/bench/ops_cuda [millions of AdamW elements [rows|head|optimizer]]
+ *   build/release/bench/ops_cuda [millions of AdamW elements [rows|head|weights|optimizer]]
  * A figure is the median of SAMPLES samples of at least a millisecond each. Data are random numbers, repeated every 16
  * MB. */
 #include "bench/gpu.h"
-#include "core/gemm_cuda.h"
 #include "model/cross_entropy.h"
 #include "model/embedding.h"
+#include "model/linear.h"
+#include "model/linear_format.h"
 #include "model/rmsnorm.h"
 #include "model/rope.h"
 #include "model/swiglu.h"
@@ -249,7 +250,7 @@ static void call_embedding_bwd(const void *argument)
     embedding_bwd_cuda(&((const struct embedding *)argument)->bwd, cuda);
 }
 
-static void bench_embedding(int64_t rows, const char *shape)
+static void bench_embedding(int64_t rows, const char *shape, enum dtype type)
 {
     int32_t *tokens = malloc((size_t)rows * 4);
     char *seen = calloc(V, 1);
@@ -271,12 +272,15 @@ static void bench_embedding(int64_t rows, const char *shape)
                                    .vocab = V,
                                    .width = C,
                                    .dout = a.out,
-                                   .dweight = numbers((size_t)V * C, DTYPE_F32, 1, true),
-                                   .grad_type = DTYPE_F32,
+                                   .dweight = numbers((size_t)V * C, type, 1, true),
+                                   .grad_type = type,
                                    .scratch = device_memory(embedding_bwd_scratch_bytes_cuda(rows, V))};
-    print_row("embedding fwd", shape, 4.0 * (double)rows * C, measure(call_embedding_fwd, &a));
-    print_row("embedding bwd, fp32", shape, (2.0 * (double)rows + 8.0 * (double)distinct) * C,
-              measure(call_embedding_bwd, &a));
+    const double row = 2.0 * (double)dtype_bytes(type) * C; /* of the gradient, read and written */
+    if (type == DTYPE_F32) {
+        print_row("embedding fwd", shape, 4.0 * (double)rows * C, measure(call_embedding_fwd, &a));
+    }
+    print_row(type == DTYPE_F32 ? "embedding bwd, fp32" : "embedding bwd, bf16", shape,
+              2.0 * (double)rows * C + row * (double)distinct, measure(call_embedding_bwd, &a));
     void *all[] = {d_tokens, a.weight, a.out, a.bwd.dweight, a.bwd.scratch};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
         cuda_free(all[i]);
@@ -285,92 +289,67 @@ static void bench_embedding(int64_t rows, const char *shape)
     free(seen);
 }
 
-/* ---- cross entropy: its kernel by difference, with products of width 16 ---- */
+/* ---- cross entropy, between its products ---- */
 
-static void call_head(const void *a)
+static void call_cross_entropy(const void *a)
 {
-    cross_entropy_cuda(a, cuda);
-}
-
-static void call_gemm(const void *a)
-{
-    gemm_cuda(cuda, a);
+    cross_entropy_rows_cuda(a, cuda);
 }
 
 static void bench_cross_entropy(void)
 {
-    enum { WIDTH = 16 };
     const double n = (double)CHUNK * V;
     int32_t *targets = device_memory(CHUNK * 4);
     cuda_zero(cuda, targets, CHUNK * 4);
     cuda_set_step(cuda, &(struct cuda_step){.loss_scale = 1.0f / 65536});
-    struct cross_entropy_cuda a = {.rows = CHUNK,
-                                   .width = WIDTH,
+    struct cross_entropy_rows a = {.rows = CHUNK,
                                    .vocab = V,
-                                   .chunk = CHUNK,
-                                   .hidden = numbers(CHUNK * WIDTH, DTYPE_BF16, 1, true),
-                                   .weight = numbers((size_t)V * WIDTH, DTYPE_BF16, 1, true),
+                                   .logits = numbers((size_t)CHUNK * V, DTYPE_F32, 8, true),
                                    .targets = targets,
                                    .losses = device_memory(CHUNK * 4),
-                                   .lse = device_memory(CHUNK * 4),
-                                   .dweight = device_memory((size_t)V * WIDTH * 4),
-                                   .grad_type = DTYPE_F32,
-                                   .logits = device_memory((size_t)CHUNK * V * 4),
-                                   .dlogits = device_memory((size_t)CHUNK * V * 2)};
-    struct gemm_cuda logits = {.m = CHUNK,
-                               .n = V,
-                               .k = WIDTH,
-                               .a = a.hidden,
-                               .b = a.weight,
-                               .c = a.logits,
-                               .lda = WIDTH,
-                               .ldb = WIDTH,
-                               .ldc = V,
-                               .a_type = DTYPE_BF16,
-                               .b_type = DTYPE_BF16,
-                               .c_type = DTYPE_F32,
-                               .trans_b = true,
-                               .alpha = 1};
-    bf16 *dhidden = device_memory(CHUNK * WIDTH * 2);
-    struct gemm_cuda back = {.m = CHUNK,
-                             .n = WIDTH,
-                             .k = V,
-                             .a = a.dlogits,
-                             .b = a.weight,
-                             .c = dhidden,
-                             .lda = V,
-                             .ldb = WIDTH,
-                             .ldc = WIDTH,
-                             .a_type = DTYPE_BF16,
-                             .b_type = DTYPE_BF16,
-                             .c_type = DTYPE_BF16,
-                             .alpha = 1};
-    struct gemm_cuda dweight = {.m = V,
-                                .n = WIDTH,
-                                .k = CHUNK,
-                                .a = a.dlogits,
-                                .b = a.hidden,
-                                .c = a.dweight,
-                                .lda = V,
-                                .ldb = WIDTH,
-                                .ldc = WIDTH,
-                                .a_type = DTYPE_BF16,
-                                .b_type = DTYPE_BF16,
-                                .c_type = DTYPE_F32,
-                                .trans_a = true,
-                                .alpha = 1};
-    call_head(&a);
-    double forward = measure(call_head, &a), product = measure(call_gemm, &logits);
-    a.dhidden = dhidden;
-    call_head(&a);
-    double both = measure(call_head, &a), products = product + measure(call_gemm, &back) + measure(call_gemm, &dweight);
-    print_row("cross entropy kernel, loss only", "2048 x 128256", 4 * n, forward - product);
-    print_row("cross entropy kernel, with gradient", "2048 x 128256", 6 * n, both - products);
-    void *all[] = {targets,   (void *)a.hidden, (void *)a.weight, a.losses, a.lse,
-                   a.dweight, a.logits,         a.dlogits,        dhidden};
+                                   .lse = device_memory(CHUNK * 4)};
+    bf16 *dlogits = device_memory((size_t)CHUNK * V * 2);
+    print_row("cross entropy, loss only", "2048 x 128256", 4 * n, measure(call_cross_entropy, &a));
+    a.dlogits = dlogits;
+    print_row("cross entropy, with gradient", "2048 x 128256", 6 * n, measure(call_cross_entropy, &a));
+    void *all[] = {targets, (void *)a.logits, a.losses, a.lse, dlogits};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
         cuda_free(all[i]);
     }
+}
+
+/* ---- a weight in a small format: codes as they lie and transposed (FP8), values (NVFP4) ---- */
+
+struct represent {
+    struct linear linear;
+    bf16 *w;
+    void *memory;
+};
+
+static void call_represent(const void *argument)
+{
+    struct represent a = *(const struct represent *)argument;
+    linear_represent_weight_cuda(&a.linear, a.w, a.memory, cuda);
+}
+
+/* Without and with its largest magnitude known, as AdamW leaves it; bytes are those of the latter. */
+static void bench_represent(enum linear_format format)
+{
+    const int64_t n = 2 * (int64_t)F * C;
+    float *amax = device_memory(sizeof *amax);
+    struct represent a = {.linear = {.format = format, .in = C, .out = 2 * F},
+                          .w = numbers((size_t)n, DTYPE_BF16, 0.02f, true),
+                          .memory = device_memory(linear_weight_bytes_cuda(format, 2 * F, C))};
+    linear_amax_cuda(a.w, n, amax, cuda);
+    for (int known = 0; known < 2; known++) {
+        char name[64];
+        snprintf(name, sizeof name, "weight in %s, amax %s", linear_format_names[format], known ? "known" : "found");
+        a.linear.amax = known ? amax : NULL;
+        print_row(name, "28672 x 4096", 4.0 * (double)n, measure(call_represent, &a));
+    }
+    cuda_free(a.w);
+    cuda_free(a.memory);
+    cuda_free(amax);
 }
 
 /* ---- optimizer ---- */
@@ -394,10 +373,14 @@ static void call_gradnorm(const void *a)
     gradnorm_cuda(a, cuda);
 }
 
+/* AdamW finds the largest weights on its way, as it does for FP8 and NVFP4. */
 static void bench_optimizer(size_t n, const char *shape)
 {
-    const struct adamw_segment segments[] = {{.name = "a", .elements = n / 2, .decays = true},
-                                             {.name = "b", .offset = n / 2, .elements = n - n / 2, .decays = true}};
+    float *amax = device_memory(2 * sizeof *amax);
+    const struct adamw_segment segments[] = {
+        {.name = "a", .elements = n / 2, .decays = true, .amax = amax},
+        {.name = "b", .offset = n / 2, .elements = n - n / 2, .decays = true, .amax = amax + 1}};
+    cuda_zero(cuda, amax, 2 * sizeof *amax);
     void *memory = device_memory(adamw_plan_bytes_cuda(segments, 2));
     struct optimizer a = {.config = {.beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0.1f, .seed = 1}};
     a.state.weights = numbers(n, DTYPE_BF16, 0.02f, true);
@@ -445,12 +428,13 @@ static void bench_optimizer(size_t n, const char *shape)
     cuda_free(a.state.weights);
     cuda_free(remainder);
     cuda_free(memory);
+    cuda_free(amax);
 }
 
 int main(int argc, char **argv)
 {
     const size_t millions = argc > 1 ? (size_t)atoi(argv[1]) : 1000;
-    const char *only = argc > 2 ? argv[2] : "rows head optimizer";
+    const char *only = argc > 2 ? argv[2] : "rows head weights optimizer";
     char shape[32];
     must(cuda_open(&cuda, 0));
     printf("| operator | shape | MB | ms | GB/s | of copy |\n|---|---|---:|---:|---:|---:|\n");
@@ -460,7 +444,8 @@ int main(int argc, char **argv)
     for (int64_t rows = 4096; rows <= 16384 && strstr(only, "rows"); rows *= 4) {
         snprintf(shape, sizeof shape, "%lld x %d", (long long)rows, C);
         bench_rmsnorm(rows, 1, C, shape);
-        bench_embedding(rows, shape);
+        bench_embedding(rows, shape, DTYPE_F32);
+        bench_embedding(rows, shape, DTYPE_BF16);
         bench_rmsnorm(rows, 32, D, rows == 4096 ? "4096 x 32 x 128" : "16384 x 32 x 128");
         snprintf(shape, sizeof shape, "%lld", (long long)rows);
         bench_rope(rows, shape);
@@ -469,6 +454,10 @@ int main(int argc, char **argv)
     }
     if (strstr(only, "head")) {
         bench_cross_entropy();
+    }
+    if (strstr(only, "weights")) {
+        bench_represent(LINEAR_FP8);
+        bench_represent(LINEAR_NVFP4);
     }
     if (strstr(only, "optimizer")) {
         snprintf(shape, sizeof shape, "%zu M", millions);

@@ -67,6 +67,16 @@ struct cross_entropy_cuda {
 };
 void cross_entropy_cuda(const struct cross_entropy_cuda *a, const struct cuda *on);
 
+/* The part of it between the products: loss, lse and gradient of rows whose logits are there. */
+struct cross_entropy_rows {
+    int64_t rows, vocab;
+    const float *logits; /* (rows, V) */
+    const int32_t *targets;
+    float *losses, *lse;
+    bf16 *dlogits; /* (rows, V); NULL: none wanted */
+};
+void cross_entropy_rows_cuda(const struct cross_entropy_rows *a, const struct cuda *on);
+
 /* logits (rows, vocab) fp32 of a few rows, for tests and export checks. */
 void cross_entropy_logits_cpu(const bf16 *hidden, const bf16 *weight, int64_t rows, int64_t width, int64_t vocab,
                               float *logits);

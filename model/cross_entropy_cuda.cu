@@ -2,8 +2,10 @@
  * turns a row of logits into its loss and its gradient, then the two products of backward.
  *
  * A row of the 8B vocabulary is half a megabyte. A cluster of eight blocks takes it, so that each block holds its slice
- * in registers between the sum and the gradient: the logits are read once. The cluster stays for many rows; the next
- * row is on its way to shared memory meanwhile. PTX ISA: clusters, distributed shared memory, cp.async. */
+ * in registers between the sum and the gradient: the logits are read once, and each exponential is taken once. The
+ * cluster stays for many rows; the next row and half of the one after are on their way to shared memory meanwhile, so
+ * that no warp has to ask for more just when it waits for the slowest of the cluster. PTX ISA: clusters, distributed
+ * shared memory, cp.async. */
 #include "core/cuda.cuh"
 #include "model/exponential.cuh"
 
@@ -14,9 +16,7 @@ extern "C" {
 
 /* A thread holds 8 fours of logits and two blocks share a multiprocessor, for rows of up to 8 * 512 * 8 * 4 = 131072
  * logits; longer rows, of up to 262144, take twice the registers and one block. */
-enum { CLUSTER = 8, THREADS = 512 };
-
-/* ---- the cluster ---- */
+enum { CLUSTER = 8, THREADS = 512, WARPS = THREADS / 32, PARTS = 3 /* halves of a slice in shared memory */ };
 
 __device__ __forceinline__ void cluster_arrive()
 {
@@ -28,104 +28,62 @@ __device__ __forceinline__ void cluster_wait()
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-/* The float at the same place in shared memory of block `rank` of the cluster. */
-__device__ __forceinline__ float cluster_read(const float *mine, uint32_t rank)
-{
-    uint32_t address = (uint32_t)__cvta_generic_to_shared(mine), theirs;
-    float x;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(address), "r"(rank));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(theirs) : "memory");
-    return x;
-}
-
 /* ---- running log-sum-exp: as struct running of the CPU file ---- */
 
 struct running {
     float max, sum; /* sum of exp(x - max); NaN once a logit is NaN or +Inf */
 };
 
-/* exp(x - max), 0 for x = -Inf whatever the maximum. */
-__device__ __forceinline__ float weight_of(float x, float max)
+/* What is subtracted from logits below `max`: exp(-Inf - ...) must be 0 whatever the maximum. */
+__device__ __forceinline__ float base_of(float max)
 {
-    return exponential_fast(x - (max == -INFINITY ? 0.0f : max));
+    return max == -INFINITY ? 0.0f : max;
 }
 
 /* The same bits with a and b exchanged. */
 __device__ __forceinline__ running running_join(running a, running b)
 {
-    const float max = fmaxf(a.max, b.max);
-    return {max, __fadd_rn(__fmul_rn(a.sum, weight_of(a.max, max)), __fmul_rn(b.sum, weight_of(b.max, max)))};
+    const float max = fmaxf(a.max, b.max), base = base_of(max);
+    return {max, __fadd_rn(__fmul_rn(a.sum, exponential_fast(a.max - base)),
+                           __fmul_rn(b.sum, exponential_fast(b.max - base)))};
 }
 
-template <int LANES> __device__ __forceinline__ running lanes_join(running r)
+__device__ __forceinline__ running warp_join(running r)
 {
 #pragma unroll
-    for (int o = LANES / 2; o > 0; o /= 2) {
+    for (int o = 16; o > 0; o /= 2) {
         r = running_join(r, {__shfl_xor_sync(0xffffffffu, r.max, o), __shfl_xor_sync(0xffffffffu, r.sum, o)});
     }
     return r;
 }
 
-__device__ __forceinline__ running running_add(running r, const float *x)
-{
-    float max = r.max;
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        max = fmaxf(max, x[i]);
-    }
-    const float from = max == -INFINITY ? 0.0f : max; /* as in weight_of */
-    float e[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        e[i] = exponential_fast(x[i] - from);
-    }
-    const float sum = ((e[0] + e[1]) + (e[2] + e[3])) + ((e[4] + e[5]) + (e[6] + e[7]));
-    return {max, r.sum * exponential_fast(r.max - from) + sum};
-}
-
-/* Joins all threads of the cluster, in a fixed tree. `turn` alternates from call to call: who still reads the result of
- * one call has passed before the next but one writes. */
+/* Joins all threads of the cluster in a fixed tree, in every one of them: each warp hands its part to all blocks, one
+ * barrier, then each warp joins all parts. `turn` alternates from call to call: who still reads the parts of one call
+ * has passed the barrier of the next before anybody writes for the next but one. */
 __device__ __forceinline__ running cluster_join(running r, int turn)
 {
-    __shared__ float part[2][THREADS / 32], whole[2][2], everywhere[2];
+    __shared__ __align__(8) float2 parts[2][CLUSTER * WARPS];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    r = lanes_join<32>(r);
-    if (lane == 0) {
-        part[0][warp] = r.max;
-        part[1][warp] = r.sum;
-    }
-    __syncthreads();
-    if (warp == 0) {
-        r = lanes_join<THREADS / 32>({part[0][lane % (THREADS / 32)], part[1][lane % (THREADS / 32)]});
-        if (lane == 0) {
-            whole[turn][0] = r.max;
-            whole[turn][1] = r.sum;
-        }
+    r = warp_join(r);
+    if (lane < CLUSTER) {
+        const uint32_t block = blockIdx.x % CLUSTER;
+        const uint32_t mine = (uint32_t)__cvta_generic_to_shared(&parts[turn][block * WARPS + warp]);
+        uint32_t theirs;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(mine), "r"(lane));
+        asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(theirs), "f"(r.max), "f"(r.sum) : "memory");
     }
     cluster_arrive();
     cluster_wait();
-    if (warp == 0) {
-        r = lanes_join<CLUSTER>(
-            {cluster_read(&whole[turn][0], lane % CLUSTER), cluster_read(&whole[turn][1], lane % CLUSTER)});
-        if (lane == 0) {
-            everywhere[0] = r.max;
-            everywhere[1] = r.sum;
-        }
+    running all = {-INFINITY, 0.0f};
+#pragma unroll
+    for (int i = 0; i < CLUSTER * WARPS; i += 32) {
+        const float2 part = parts[turn][i + lane];
+        all = running_join(all, {part.x, part.y});
     }
-    __syncthreads();
-    return {everywhere[0], everywhere[1]};
+    return warp_join(all);
 }
 
-/* ---- a row ---- */
-
-struct rows {
-    int64_t rows, vocab;
-    const float *logits; /* (rows, V) */
-    const int32_t *targets;
-    float *losses, *lse;
-    bf16 *dlogits; /* (rows, V), NULL: none wanted */
-    const struct cuda_step *step;
-};
+/* ---- the slices of a cluster's rows ---- */
 
 /* Fours of logits in the slice of a block. A thread copies and uses every THREADS-th: no barrier between copy and use,
  * and neighbours copy neighbours, so that no sector is asked for twice. */
@@ -134,123 +92,169 @@ __host__ __device__ static inline int slice_fours(int64_t vocab)
     return 2 * (int)((vocab / 8 + CLUSTER - 1) / CLUSTER);
 }
 
-__device__ __forceinline__ void four_start(float4 *held, const float *from)
+struct slice {
+    int first, n; /* fours */
+};
+
+__device__ __forceinline__ slice slice_of(int64_t vocab)
 {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(held)), "l"(from)
-                 : "memory");
+    const int fours = slice_fours(vocab), first = (int)(blockIdx.x % CLUSTER) * fours;
+    return {first, min(fours, (int)(vocab / 4) - first)};
 }
 
-/* The gradient of logits 4 v to 4 v + 3. */
-__device__ __forceinline__ void dlogits_store(bf16 *row, int v, float4 x, float lse, float scale, int target)
+/* Half a slice on its way to shared memory; `half` counts this cluster's halves from its first row on. Behind the last
+ * row there is nothing to wait for. */
+template <int HELD>
+__device__ __forceinline__ void half_start(const cross_entropy_rows &a, float4 *held, const slice &s, int half)
 {
-    const float logits[4] = {x.x, x.y, x.z, x.w};
-    float d[4];
+    const int64_t row = blockIdx.x / CLUSTER + half / 2 * (gridDim.x / CLUSTER);
+    if (row < a.rows) {
+        const float *from = a.logits + row * a.vocab + 4 * (int64_t)s.first;
+        float4 *to = held + half % PARTS * (HELD / 2 * THREADS);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        d[i] = scale * (exponential_fast(logits[i] - lse) - (4 * v + i == target ? 1.0f : 0.0f));
-    }
-    __nv_bfloat162 pairs[2] = {__floats2bfloat162_rn(d[0], d[1]), __floats2bfloat162_rn(d[2], d[3])};
-    *reinterpret_cast<uint2 *>(row + 4 * (int64_t)v) = *reinterpret_cast<uint2 *>(pairs);
-}
-
-/* An ignored row: all blocks of its cluster come here, and none waits for another. */
-__device__ __forceinline__ void row_ignore(const rows &a, int64_t row, int first, int end)
-{
-    if (first == 0 && threadIdx.x == 0) {
-        a.losses[row] = 0.0f;
-        a.lse[row] = -INFINITY;
-    }
-    for (int v = first + (int)threadIdx.x; v < end && a.dlogits != NULL; v += THREADS) {
-        *reinterpret_cast<uint2 *>(a.dlogits + row * a.vocab + 4 * (int64_t)v) = make_uint2(0, 0);
-    }
-}
-
-/* The slice of a row on its way to `held`. A row beyond the last, or an ignored one, is nothing to wait for. */
-__device__ __forceinline__ void row_start(const rows &a, float4 *held, int64_t row, int target, int first, int n)
-{
-    if (target >= 0) {
-        const float *from = a.logits + row * a.vocab + 4 * (int64_t)first;
-        for (int i = (int)threadIdx.x; i < n; i += THREADS) {
-            four_start(held + i, from + 4 * i);
+        for (int h = 0; h < HELD / 2; h++) {
+            const int at = h * THREADS + (int)threadIdx.x, i = at + (int)(half % 2) * (HELD / 2 * THREADS);
+            if (i < s.n) {
+                asm volatile(
+                    "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(to + at)),
+                    "l"(from + 4 * (int64_t)i)
+                    : "memory");
+            }
         }
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
+/* What this thread copied itself; -Inf, which adds nothing, behind the slice's end. */
+template <int HELD> __device__ __forceinline__ void slice_read(float *x, const float4 *held, const slice &s, int half)
+{
+    const float4 *from[2] = {held + half % PARTS * (HELD / 2 * THREADS),
+                             held + (half + 1) % PARTS * (HELD / 2 * THREADS)};
+#pragma unroll
+    for (int h = 0; h < HELD; h++) {
+        const int lane = (int)threadIdx.x;
+        const float4 none = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
+        const float4 four = h * THREADS + lane < s.n ? from[2 * h / HELD][h % (HELD / 2) * THREADS + lane] : none;
+        x[4 * h] = four.x, x[4 * h + 1] = four.y, x[4 * h + 2] = four.z, x[4 * h + 3] = four.w;
+    }
+}
+
+/* ---- a row ---- */
+
+/* x[i] becomes exp(x[i] - base of their maximum); their maximum and sum. */
+template <int N> __device__ __forceinline__ running exponentials(float *x)
+{
+    float max[4], sum[4];
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        max[i % 4] = i < 4 ? x[i] : fmaxf(max[i % 4], x[i]);
+    }
+    const float most = fmaxf(fmaxf(max[0], max[1]), fmaxf(max[2], max[3])), base = base_of(most);
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        x[i] = exponential_fast(x[i] - base);
+        sum[i % 4] = i < 4 ? x[i] : sum[i % 4] + x[i];
+    }
+    return {most, (sum[0] + sum[1]) + (sum[2] + sum[3])};
+}
+
+/* scale times the probabilities of the thread's logits; x: as exponentials leaves it. */
+template <int HELD>
+__device__ __forceinline__ void dlogits_store(bf16 *row, const float *x, const slice &s, float factor)
+{
+#pragma unroll
+    for (int h = 0; h < HELD; h++) {
+        const int i = h * THREADS + (int)threadIdx.x;
+        if (i < s.n) {
+            __nv_bfloat162 pairs[2] = {__floats2bfloat162_rn(factor * x[4 * h], factor * x[4 * h + 1]),
+                                       __floats2bfloat162_rn(factor * x[4 * h + 2], factor * x[4 * h + 3])};
+            *reinterpret_cast<uint2 *>(row + 4 * (int64_t)(s.first + i)) = *reinterpret_cast<uint2 *>(pairs);
+        }
+    }
+}
+
 /* Loss, log-sum-exp and gradient of a row whose slice is in x. */
 template <int HELD>
-__device__ __forceinline__ void row_finish(const rows &a, int64_t row, int target, const float4 *x, int first, int n,
-                                           int turn)
+__device__ __forceinline__ void row_finish(const cross_entropy_rows &a, int64_t row, int target, float *x,
+                                           const slice &s, int turn, float loss_scale)
 {
-    const int lane = (int)threadIdx.x;
-    running r = {-INFINITY, 0.0f};
+    /* The thread that holds the target's logit, and the logit. */
+    const int at = target / 4 - s.first;
+    const bool holds = at >= 0 && at < s.n && at % THREADS == (int)threadIdx.x;
+    float logit = 0.0f;
+    if (holds) {
 #pragma unroll
-    for (int h = 0; h < HELD; h += 2) {
-        const float eight[8] = {x[h].x, x[h].y, x[h].z, x[h].w, x[h + 1].x, x[h + 1].y, x[h + 1].z, x[h + 1].w};
-        r = running_add(r, eight);
-    }
-    r = cluster_join(r, turn);
-    const float lse = r.max + logf(r.sum);
-    if (first == 0 && lane == 0) {
-        a.losses[row] = lse - a.logits[row * a.vocab + target];
-        a.lse[row] = lse;
-    }
-    if (a.dlogits != NULL) {
-        const float scale = a.step->loss_scale;
-#pragma unroll
-        for (int h = 0; h < HELD; h++) {
-            if (lane + h * THREADS < n) {
-                dlogits_store(a.dlogits + row * a.vocab, first + lane + h * THREADS, x[h], lse, scale, target);
-            }
+        for (int i = 0; i < 4 * HELD; i++) {
+            logit = i == at / THREADS * 4 + target % 4 ? x[i] : logit;
         }
+    }
+    const running mine = exponentials<4 * HELD>(x), all = cluster_join(mine, turn);
+    const float lse = all.max + logf(all.sum);
+    if (a.dlogits != NULL) {
+        dlogits_store<HELD>(a.dlogits + row * a.vocab, x, s, loss_scale * exponential_fast(base_of(mine.max) - lse));
+    }
+    if (holds) {
+        a.losses[row] = lse - logit;
+        a.lse[row] = lse;
+        if (a.dlogits != NULL) {
+            a.dlogits[row * a.vocab + target] = bf16_code(loss_scale * (exponential_fast(logit - lse) - 1.0f));
+        }
+    }
+}
+
+/* An ignored row: all blocks of its cluster come here, and none waits for another. */
+__device__ __forceinline__ void row_ignore(const cross_entropy_rows &a, int64_t row, const slice &s)
+{
+    if (s.first == 0 && threadIdx.x == 0) {
+        a.losses[row] = 0.0f;
+        a.lse[row] = -INFINITY;
+    }
+    for (int i = (int)threadIdx.x; i < s.n && a.dlogits != NULL; i += THREADS) {
+        *reinterpret_cast<uint2 *>(a.dlogits + row * a.vocab + 4 * (int64_t)(s.first + i)) = make_uint2(0, 0);
     }
 }
 
 /* Cluster k of n takes rows k, k + n, ... Every row's bits are its own. */
 template <int HELD, int BLOCKS>
 static __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, BLOCKS)
-    cross_entropy_kernel(const rows a)
+    cross_entropy_kernel(const __grid_constant__ cross_entropy_rows a, const struct cuda_step *step)
 {
     extern __shared__ float4 held[];
-    const int64_t clusters = gridDim.x / CLUSTER;
-    const int first = (int)(blockIdx.x % CLUSTER) * slice_fours(a.vocab), lane = (int)threadIdx.x;
-    const int end = min(first + slice_fours(a.vocab), (int)(a.vocab / 4)), n = end - first;
-    int64_t row = blockIdx.x / CLUSTER;
-    int target = row < a.rows ? a.targets[row] : -1, turn = 0;
-    row_start(a, held, row, target, first, n);
-    while (row < a.rows) {
-        const int64_t next = row + clusters;
-        const int next_target = next < a.rows ? a.targets[next] : -1;
-        asm volatile("cp.async.wait_group 0;" ::: "memory");
-        float4 x[HELD];
-#pragma unroll
-        for (int h = 0; h < HELD; h++) { /* what this thread copied itself; -Inf adds nothing */
-            const int i = lane + h * THREADS;
-            x[h] = i < n ? held[i] : make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
-        }
-        row_start(a, held, next, next_target, first, n);
+    const slice s = slice_of(a.vocab);
+    const float loss_scale = step->loss_scale;
+    int half = 0, turn = 0;
+    cluster_arrive(); /* nobody writes to a block that has not begun */
+    for (int first = 0; first < PARTS; first++) {
+        half_start<HELD>(a, held, s, first);
+    }
+    cluster_wait();
+    for (int64_t row = blockIdx.x / CLUSTER; row < a.rows; row += gridDim.x / CLUSTER, half += 2) {
+        const int target = a.targets[row];
+        asm volatile("cp.async.wait_group %0;" ::"n"(PARTS - 2) : "memory");
+        float x[4 * HELD];
+        slice_read<HELD>(x, held, s, half);
+        half_start<HELD>(a, held, s, half + PARTS);
+        half_start<HELD>(a, held, s, half + PARTS + 1);
         if (target < 0) { /* for all blocks of the cluster */
-            row_ignore(a, row, first, end);
+            row_ignore(a, row, s);
         } else {
-            row_finish<HELD>(a, row, target, x, first, n, turn);
+            row_finish<HELD>(a, row, target, x, s, turn, loss_scale);
             turn ^= 1;
         }
-        row = next;
-        target = next_target;
     }
-    cluster_arrive(); /* nobody leaves while others read its shared memory */
+    cluster_arrive(); /* nobody leaves while others write to its shared memory */
     cluster_wait();
 }
 
-template <int HELD, int BLOCKS> static void rows_launch(const rows &a, const cuda *on)
+template <int HELD, int BLOCKS> static void rows_launch(const cross_entropy_rows &a, const cuda *on)
 {
     auto kernel = cross_entropy_kernel<HELD, BLOCKS>;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(CLUSTER);
     config.blockDim = dim3(THREADS);
-    config.dynamicSmemBytes = (size_t)slice_fours(a.vocab) * sizeof(float4);
+    config.dynamicSmemBytes = (size_t)PARTS * (HELD / 2) * THREADS * sizeof(float4);
     config.stream = on->stream;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, HELD * THREADS * (int)sizeof(float4));
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)config.dynamicSmemBytes);
     int clusters = 0; /* that the device runs at a time */
     cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
     if (error != cudaSuccess || clusters == 0) {
@@ -258,8 +262,21 @@ template <int HELD, int BLOCKS> static void rows_launch(const rows &a, const cud
         return;
     }
     const int64_t wanted = a.rows < clusters ? a.rows : clusters;
-    kernel<<<(unsigned int)(wanted * CLUSTER), THREADS, config.dynamicSmemBytes, on->stream>>>(a);
+    kernel<<<(unsigned int)(wanted * CLUSTER), THREADS, config.dynamicSmemBytes, on->stream>>>(a, on->step);
     cuda_launched(on, "cross_entropy");
+}
+
+void cross_entropy_rows_cuda(const struct cross_entropy_rows *a, const cuda *on)
+{
+    ASSERT(a->vocab % 8 == 0 && slice_fours(a->vocab) <= 16 * THREADS);
+    if (a->rows == 0) {
+        return;
+    }
+    if (slice_fours(a->vocab) <= 8 * THREADS) {
+        rows_launch<8, 2>(*a, on);
+    } else {
+        rows_launch<16, 1>(*a, on);
+    }
 }
 
 /* ---- the products ---- */
@@ -302,21 +319,15 @@ static void dweight_make(const struct cross_entropy_cuda *a, int64_t r0, int64_t
 void cross_entropy_cuda(const struct cross_entropy_cuda *a, const cuda *on)
 {
     ASSERT(a->chunk > 0 && a->width % 8 == 0 && a->vocab % 8 == 0 && a->vocab < INT32_MAX);
-    ASSERT(slice_fours(a->vocab) <= 16 * THREADS);
     ASSERT(a->dhidden == NULL || (a->dlogits != NULL && a->dweight != NULL));
     for (int64_t r0 = 0; r0 < a->rows; r0 += a->chunk) {
         const int64_t n = a->rows - r0 < a->chunk ? a->rows - r0 : a->chunk;
-        rows r = {};
+        struct cross_entropy_rows r = {};
         r.rows = n, r.vocab = a->vocab;
         r.logits = a->logits, r.targets = a->targets + r0, r.losses = a->losses + r0, r.lse = a->lse + r0;
         r.dlogits = a->dhidden != NULL ? a->dlogits : NULL;
-        r.step = on->step;
         logits_make(a, r0, n, on);
-        if (slice_fours(a->vocab) <= 8 * THREADS) {
-            rows_launch<8, 2>(r, on);
-        } else {
-            rows_launch<16, 1>(r, on);
-        }
+        cross_entropy_rows_cuda(&r, on);
         if (a->dhidden != NULL) {
             dhidden_make(a, r0, n, on);
             dweight_make(a, r0, n, on);

@@ -1,9 +1,11 @@
 /* model: token embedding on the GPU.
  *
- * Backward first lists the places of each token in order, then sums each list: the same FP32 additions as
- * embedding_cpu.c, so equal bits, whatever order blocks run in. Integer atomics build the lists; where a token's list
- * lies in `places`, and in what order its places arrive there, differs from run to run, but each list is sorted before
- * use and lists do not meet. */
+ * Backward sums the rows of each token in order: the FP32 additions of embedding_cpu.c, so equal bits, whatever order
+ * blocks run in. A first kernel counts tokens; the second sums. Most tokens occur once: their row is loaded together
+ * with the gradient that it is added to. Up to SHORT_LIST places of a token are kept where the count finds them, in an
+ * order that differs from run to run, and sorted by who sums them. The few tokens with more are summed by blocks that
+ * look through all tokens for them, start first, and keep many rows on their way: the chain of one frequent token is
+ * the longest path of the whole. */
 #include "core/cuda.cuh"
 
 extern "C" {
@@ -12,46 +14,47 @@ extern "C" {
 
 enum {
     THREADS = 256,
-    SHORT_LIST = 4,     /* lists up to here are summed by blocks of THREADS with few registers; most are of one place */
-    LONG_THREADS = 64,  /* of a block that sums a longer one: 512 columns, so that a frequent token has many blocks */
-    LONG_GROUP = 8,     /* rows of a longer one that are copied together ... */
-    LONG_STEPS = 6,     /* ... in so many groups, one of them in use: 48 KB */
-    LONG_BLOCKS = 132,  /* take the longer lists in turn; changes no bit */
-    SORT_BLOCKS = 1056, /* eight a multiprocessor of 132; changes no bit */
-    SORT_WARP = 32,     /* longest list that a warp sorts */
-    SORT_BLOCK = 2048,  /* longest list that a block sorts; of longer ones it looks through all tokens again */
+    SHORT_LIST = 16, /* places of a token that the count keeps */
+    GROUP = 4,       /* neighbouring places whose tokens a block of the short lists has on their way together */
+    STEP = 4,        /* rows of a short list that are loaded together */
+    LONG_COLUMNS = 2 * THREADS,
+    LONG_ROWS = 8,      /* of a long list that are copied together ... */
+    LONG_STEPS = 4,     /* ... in so many groups, one of them in use: 32 KB */
+    LONG_WINDOW = 4096, /* tokens that are looked through at a time */
+    LONG_BLOCKS = 264,  /* take the longer lists in turn; changes no bit */
 };
 
-/* The places of one token. */
-struct bucket {
-    int32_t token, first, length; /* places[first .. first + length - 1]; of a single place, that place itself */
-};
-
-/* Scratch, in this order: `used` and `start` are zeroed together. */
+/* Scratch, in this order: `used` and `count` are zeroed together. */
 struct lists {
-    int32_t *used;    /* places, short and long buckets given out, 1 unused */
-    int32_t *start;   /* (V): how often a token occurs; once it has a bucket, its first */
+    int32_t *used;    /* long lists, 3 unused */
+    int32_t *count;   /* (V): how often a token occurs */
     int32_t *arrival; /* (T): how many of the same token came before */
-    int32_t *places;  /* (T) */
-    bucket *buckets;  /* (T): short lists from the front, long ones from the back */
-    int64_t count;    /* T */
+    int32_t *longs;   /* (T / SHORT_LIST): tokens with long lists */
+    int32_t *places;  /* (V, SHORT_LIST): the first to arrive */
+    int64_t length;   /* T */
 };
+
+static int64_t fours(int64_t n)
+{
+    return (n + 3) / 4 * 4;
+}
 
 static lists lists_at(void *scratch, int64_t count, int64_t vocab)
 {
     lists l;
     l.used = (int32_t *)scratch;
-    l.start = l.used + 4;
-    l.arrival = l.start + vocab;
-    l.places = l.arrival + count;
-    l.buckets = (bucket *)(l.places + count);
-    l.count = count;
+    l.count = l.used + 4;
+    l.arrival = l.count + fours(vocab);
+    l.longs = l.arrival + fours(count);
+    l.places = l.longs + fours(count / SHORT_LIST);
+    l.length = count;
     return l;
 }
 
 size_t embedding_bwd_scratch_bytes_cuda(int64_t count, int64_t vocab)
 {
-    return (size_t)(4 + vocab + 2 * count) * sizeof(int32_t) + (size_t)count * sizeof(bucket);
+    const int64_t ints = 4 + fours(vocab) + fours(count) + fours(count / SHORT_LIST) + vocab * SHORT_LIST;
+    return (size_t)ints * sizeof(int32_t);
 }
 
 /* ---- forward ---- */
@@ -79,141 +82,22 @@ void embedding_fwd_cuda(const bf16 *weight, const int32_t *tokens, int64_t count
 
 /* ---- backward: the lists ---- */
 
-static __global__ void embedding_count_kernel(const int32_t *tokens, lists l)
+static __global__ void __launch_bounds__(THREADS) embedding_count_kernel(const int32_t *tokens, lists l)
 {
     const int64_t t = blockIdx.x * (int64_t)THREADS + threadIdx.x;
-    if (t < l.count) {
-        l.arrival[t] = atomicAdd(&l.start[tokens[t]], 1);
-    }
-}
-
-__device__ __forceinline__ bucket *long_bucket(const lists &l, int number)
-{
-    return l.buckets + l.count - 1 - number;
-}
-
-/* Numbers for the lanes that `want` one, from a counter: one addition for the warp. All lanes call it. */
-__device__ __forceinline__ int32_t take(int32_t *counter, int32_t want)
-{
-    const int lane = threadIdx.x & 31;
-    int32_t sum = want; /* of this lane and those before */
-    for (int o = 1; o < 32; o *= 2) {
-        const int32_t below = __shfl_up_sync(0xffffffffu, sum, o);
-        sum += lane >= o ? below : 0;
-    }
-    int32_t first = 0;
-    if (lane == 31 && sum > 0) {
-        first = atomicAdd(counter, sum);
-    }
-    return __shfl_sync(0xffffffffu, first, 31) + sum - want;
-}
-
-/* The first arrival of a token takes a bucket for it. */
-static __global__ void __launch_bounds__(THREADS) embedding_buckets_kernel(const int32_t *tokens, lists l)
-{
-    const int64_t t = blockIdx.x * (int64_t)THREADS + threadIdx.x;
-    const bool leads = t < l.count && l.arrival[t] == 0;
-    const int32_t token = leads ? tokens[t] : 0, length = leads ? l.start[token] : 0;
-    const int32_t first = take(&l.used[0], length);
-    const bool is_short = length <= SHORT_LIST;
-    const int32_t short_number = take(&l.used[1], leads && is_short),
-                  long_number = take(&l.used[2], leads && !is_short);
-    if (leads) {
-        *(is_short ? l.buckets + short_number : long_bucket(l, long_number)) = {token, length == 1 ? (int32_t)t : first,
-                                                                                length};
-        l.start[token] = first;
-    }
-}
-
-static __global__ void embedding_fill_kernel(const int32_t *tokens, lists l)
-{
-    const int64_t t = blockIdx.x * (int64_t)THREADS + threadIdx.x;
-    if (t < l.count) {
-        l.places[l.start[tokens[t]] + l.arrival[t]] = (int32_t)t;
-    }
-}
-
-/* A list of at most 32: each lane finds the rank of its place. All lanes of a warp call this. */
-__device__ __forceinline__ void sort_in_warp(int32_t *places, int length)
-{
-    const int lane = threadIdx.x & 31;
-    const int32_t place = lane < length ? places[lane] : INT32_MAX;
-    int rank = 0;
-    for (int i = 0; i < length; i++) {
-        rank += __shfl_sync(0xffffffffu, place, i) < place;
-    }
-    if (lane < length) {
-        places[rank] = place; /* every lane has read its own */
-    }
-}
-
-__device__ __forceinline__ void sort_in_block(int32_t *places, int length)
-{
-    __shared__ __align__(16) int32_t copy[SORT_BLOCK + 4];
-    __syncthreads(); /* an earlier list may still be read */
-    for (int i = threadIdx.x; i < length + 4; i += THREADS) {
-        copy[i] = i < length ? places[i] : INT32_MAX; /* read in fours */
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < length; i += THREADS) {
-        const int32_t place = copy[i];
-        int rank = 0;
-        for (int k = 0; k < length; k += 4) {
-            const int4 four = *reinterpret_cast<const int4 *>(copy + k);
-            rank += (four.x < place) + (four.y < place) + (four.z < place) + (four.w < place);
-        }
-        places[rank] = place;
-    }
-}
-
-/* A longer list is made again: the places that hold the token, in order. */
-__device__ __forceinline__ void collect_in_block(const int32_t *tokens, int64_t count, int32_t token, int32_t *places)
-{
-    __shared__ int found[THREADS / 32];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    int before = 0;
-    for (int64_t first = 0; first < count; first += THREADS) {
-        const int64_t t = first + threadIdx.x;
-        const bool hit = t < count && tokens[t] == token;
-        const unsigned int hits = __ballot_sync(0xffffffffu, hit);
-        __syncthreads(); /* the last round has been read */
-        if (lane == 0) {
-            found[warp] = __popc(hits);
-        }
-        __syncthreads();
-        int at = before + __popc(hits & ((1u << lane) - 1));
-        for (int w = 0; w < THREADS / 32; w++) {
-            at += w < warp ? found[w] : 0;
-            before += found[w];
-        }
-        if (hit) {
-            places[at] = (int32_t)t;
+    if (t < l.length) {
+        const int64_t token = tokens[t];
+        const int32_t arrival = atomicAdd(&l.count[token], 1);
+        l.arrival[t] = arrival;
+        if (arrival < SHORT_LIST) {
+            l.places[token * SHORT_LIST + arrival] = (int32_t)t;
+        } else if (arrival == SHORT_LIST) {
+            l.longs[atomicAdd(l.used, 1)] = (int32_t)token;
         }
     }
 }
 
-static __global__ void __launch_bounds__(THREADS) embedding_sort_kernel(const int32_t *tokens, lists l)
-{
-    const int n_short = l.used[1], n_long = l.used[2], warps = THREADS / 32;
-    for (int b = blockIdx.x; b < n_long; b += gridDim.x) {
-        const bucket k = *long_bucket(l, b);
-        if (k.length > SORT_BLOCK) {
-            collect_in_block(tokens, l.count, k.token, l.places + k.first);
-        } else if (k.length > SORT_WARP) {
-            sort_in_block(l.places + k.first, k.length);
-        } else if (threadIdx.x < 32) {
-            sort_in_warp(l.places + k.first, k.length);
-        }
-    }
-    for (int b = blockIdx.x * warps + (threadIdx.x >> 5); b < n_short; b += gridDim.x * warps) {
-        const bucket k = l.buckets[b];
-        if (k.length > 1) {
-            sort_in_warp(l.places + k.first, k.length);
-        }
-    }
-}
-
-/* ---- backward: the sums ---- */
+/* ---- backward: what sums share ---- */
 
 /* Eight gradients: loaded early, so that they are on their way together with the rows, and stored with `sum` added. */
 template <bool BF16> struct gradient8 {
@@ -265,111 +149,255 @@ __device__ __forceinline__ void sum_row(float *sum, bf16x8 row)
     }
 }
 
-/* A block sums 2048 columns of a short list, a thread eight of them; blockIdx.y cuts the width. */
-template <bool BF16>
-static __global__ void __launch_bounds__(THREADS)
-    embedding_short_kernel(const bf16 *dout, int64_t width, void *dweight, lists l)
+/* ---- backward: short lists ---- */
+
+/* The place of a list that lane i of every warp has: the i-th in order. A warp at least as long as the list calls it.
+ */
+__device__ __forceinline__ int32_t places_sorted(const int32_t *places, int length)
 {
-    const int64_t c = 8 * (blockIdx.y * (int64_t)THREADS + threadIdx.x);
-    if ((int)blockIdx.x >= l.used[1] || c >= width) {
-        return;
+    const int lane = threadIdx.x & 31;
+    const int32_t place = lane < length ? places[lane] : INT32_MAX;
+    int rank = 0;
+    for (int i = 0; i < length; i++) {
+        rank += __shfl_sync(0xffffffffu, place, i) < place;
     }
-    const bucket k = l.buckets[blockIdx.x];
-    gradient8<BF16> gradient;
-    gradient.load(dweight, k.token * width + c);
-    bf16x8 row[SHORT_LIST];
-#pragma unroll
-    for (int i = 0; i < SHORT_LIST; i++) {
-        if (i < k.length) {
-            const int64_t place = k.length == 1 ? k.first : l.places[k.first + i];
-            row[i] = bf16x8_load(dout + place * width + c);
-        }
+    int32_t sorted = 0;
+    for (int i = 0; i < length; i++) { /* lane i hands its place to the lane of its rank */
+        const int32_t theirs = __shfl_sync(0xffffffffu, place, i);
+        sorted = __shfl_sync(0xffffffffu, rank, i) == lane ? theirs : sorted;
     }
-    float sum[8] = {};
-#pragma unroll
-    for (int i = 0; i < SHORT_LIST; i++) {
-        if (i < k.length) {
-            sum_row(sum, row[i]);
-        }
-    }
-    gradient.store_sum(dweight, k.token * width + c, sum);
+    return sorted;
 }
 
-/* Rows of a long list come through a ring in shared memory, LONG_GROUP of them to a step, so that one block keeps many
- * on their way. A thread reads only what it copied itself. PTX ISA, cp.async. */
-__device__ __forceinline__ void group_start(uint4 *ring, const bf16 *dout, int64_t width, int64_t column,
-                                            int32_t places, int n)
+/* Eight columns of a list of 2 to SHORT_LIST places. `here`: the thread has such columns; idle lanes shuffle on. */
+template <bool BF16>
+__device__ __forceinline__ void short_sum(const bf16 *dout, int64_t width, void *dweight, int64_t token, int64_t c,
+                                          bool here, const int32_t *places, int length)
 {
+    const int32_t place = places_sorted(places, length);
+    gradient8<BF16> gradient;
+    float sum[8] = {};
+    if (here) {
+        gradient.load(dweight, token * width + c);
+    }
+    for (int first = 0; first < length; first += STEP) {
+        bf16x8 row[STEP];
 #pragma unroll
-    for (int i = 0; i < LONG_GROUP; i++) {
-        const int64_t place = __shfl_sync(0xffffffffu, places, i); /* lane i holds the place of row i */
-        if (i < n) {
+        for (int i = 0; i < STEP; i++) {
+            const int64_t from = __shfl_sync(0xffffffffu, place, first + i);
+            if (here && first + i < length) {
+                row[i] = bf16x8_load(dout + from * width + c);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < STEP; i++) {
+            if (here && first + i < length) {
+                sum_row(sum, row[i]);
+            }
+        }
+    }
+    if (here) {
+        gradient.store_sum(dweight, token * width + c, sum);
+    }
+}
+
+/* A block sums 2048 columns of the tokens that come first at GROUP neighbouring places, a thread eight of them. */
+template <bool BF16>
+__device__ __forceinline__ void shorts_sum(const int32_t *tokens, const bf16 *dout, int64_t width, void *dweight,
+                                           const lists &l, int64_t t0, int64_t c)
+{
+    const bool here = c < width;
+    int32_t token[GROUP];
+    int length[GROUP]; /* 0: somebody else's */
+#pragma unroll
+    for (int g = 0; g < GROUP; g++) {
+        const bool inside = t0 + g < l.length;
+        const int32_t here_token = inside ? tokens[t0 + g] : 0, arrival = inside ? l.arrival[t0 + g] : 1;
+        token[g] = arrival == 0 ? here_token : -1;
+    }
+#pragma unroll
+    for (int g = 0; g < GROUP; g++) {
+        length[g] = token[g] >= 0 ? l.count[token[g]] : 0;
+    }
+    gradient8<BF16> gradient[GROUP];
+    bf16x8 row[GROUP];
+#pragma unroll
+    for (int g = 0; g < GROUP; g++) {
+        if (here && length[g] == 1) {
+            gradient[g].load(dweight, token[g] * width + c);
+            row[g] = bf16x8_load(dout + (t0 + g) * width + c);
+        }
+    }
+#pragma unroll
+    for (int g = 0; g < GROUP; g++) {
+        if (here && length[g] == 1) {
+            float sum[8] = {};
+            sum_row(sum, row[g]);
+            gradient[g].store_sum(dweight, token[g] * width + c, sum);
+        }
+    }
+    for (int g = 0; g < GROUP; g++) {
+        if (length[g] > 1 && length[g] <= SHORT_LIST) {
+            short_sum<BF16>(dout, width, dweight, token[g], c, here, l.places + (int64_t)token[g] * SHORT_LIST,
+                            length[g]);
+        }
+    }
+}
+
+/* ---- backward: long lists ---- */
+
+/* Sum over the warps below of `n`, and over all of them: two barriers. */
+__device__ __forceinline__ int block_before(int n, int *all)
+{
+    __shared__ int part[THREADS / 32];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    int sum = n; /* of this lane and those before */
+#pragma unroll
+    for (int o = 1; o < 32; o *= 2) {
+        const int below = __shfl_up_sync(0xffffffffu, sum, o);
+        sum += lane >= o ? below : 0;
+    }
+    __syncthreads(); /* an earlier call may still be reading */
+    if (lane == 31) {
+        part[warp] = sum;
+    }
+    __syncthreads();
+    int before = sum - n;
+    *all = 0;
+#pragma unroll
+    for (int w = 0; w < THREADS / 32; w++) {
+        before += w < warp ? part[w] : 0;
+        *all += part[w];
+    }
+    return before;
+}
+
+/* The places of the window from `first` on that hold the token, in order; returns how many. */
+__device__ __forceinline__ int window_places(const int32_t *tokens, int64_t length, int64_t first, int32_t token,
+                                             uint16_t *places)
+{
+    enum { EACH = LONG_WINDOW / THREADS };
+    const int64_t mine = first + EACH * (int)threadIdx.x;
+    uint32_t hits = 0;
+    if (mine + EACH <= length) { /* a multiple of 16 bytes */
+#pragma unroll
+        for (int i = 0; i < EACH; i += 4) {
+            const int4 four = *reinterpret_cast<const int4 *>(tokens + mine + i);
+            hits |= (uint32_t)(four.x == token) << i | (uint32_t)(four.y == token) << (i + 1) |
+                    (uint32_t)(four.z == token) << (i + 2) | (uint32_t)(four.w == token) << (i + 3);
+        }
+    } else {
+        for (int i = 0; mine + i < length; i++) {
+            hits |= (uint32_t)(tokens[mine + i] == token) << i;
+        }
+    }
+    int all;
+    int at = block_before(__popc(hits), &all);
+    for (; hits != 0; hits &= hits - 1) {
+        places[at++] = (uint16_t)(EACH * threadIdx.x + __ffs((int)hits) - 1);
+    }
+    __syncthreads();
+    return all;
+}
+
+/* A block's shared memory: rows come through a ring, so that one block keeps many on their way. PTX ISA, cp.async. */
+struct long_ring {
+    uint4 rows[LONG_STEPS * LONG_ROWS][LONG_COLUMNS / 8];
+    uint16_t places[LONG_WINDOW];
+};
+
+/* LONG_ROWS rows of the list from `at` on, 512 columns each from `column` on: THREADS pieces of 16 bytes, two each. */
+__device__ __forceinline__ void rows_start(long_ring &ring, const bf16 *window, int64_t width, int64_t column, int at,
+                                           int length)
+{
+    enum { PIECES = LONG_COLUMNS / 8, ROUNDS = LONG_ROWS * PIECES / THREADS };
+    const int piece = threadIdx.x % PIECES;
+#pragma unroll
+    for (int r = 0; r < ROUNDS; r++) {
+        const int i = at + r * (THREADS / PIECES) + (int)threadIdx.x / PIECES;
+        if (i < length && column + 8 * piece < width) {
             asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                             (uint32_t)__cvta_generic_to_shared(ring + i * LONG_THREADS)),
-                         "l"(dout + place * width + column)
+                             (uint32_t)__cvta_generic_to_shared(&ring.rows[i % (LONG_STEPS * LONG_ROWS)][piece])),
+                         "l"(window + ring.places[i] * width + column + 8 * piece)
                          : "memory");
         }
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-/* The sum of eight columns, from column c, of a long list. `here`: the thread has such columns; idle lanes shuffle on.
- */
-__device__ __forceinline__ void long_sum(float *sum, uint4 *ring, const bf16 *dout, int64_t width, int64_t c, bool here,
-                                         const int32_t *places, int length)
+/* Adds the rows of a window's list to the two columns that a thread sums. */
+__device__ __forceinline__ void window_sum(float *sum, long_ring &ring, const bf16 *window, int64_t width,
+                                           int64_t column, int length)
 {
-    const int lane = threadIdx.x & 31, slots = LONG_STEPS * LONG_GROUP;
-    int ahead = 0;
-    for (; ahead < slots - LONG_GROUP; ahead += LONG_GROUP) {
-        group_start(ring + ahead * LONG_THREADS, dout, width, c, ahead + lane < length ? places[ahead + lane] : 0,
-                    here ? length - ahead : 0);
+    for (int at = 0; at < (LONG_STEPS - 1) * LONG_ROWS; at += LONG_ROWS) {
+        rows_start(ring, window, width, column, at, length);
     }
-    int32_t next = ahead + lane < length ? places[ahead + lane] : 0;
-    for (int first = 0; first < length; first += LONG_GROUP) {
-        const int32_t starting = next;
-        const int at = ahead;
-        ahead += LONG_GROUP;
-        next = ahead + lane < length ? places[ahead + lane] : 0;
-        group_start(ring + at % slots * LONG_THREADS, dout, width, c, starting, here ? length - at : 0);
-        asm volatile("cp.async.wait_group %0;" ::"n"(LONG_STEPS - 1) : "memory");
+    for (int first = 0; first < length; first += LONG_ROWS) {
+        asm volatile("cp.async.wait_group %0;" ::"n"(LONG_STEPS - 2) : "memory");
+        __syncthreads(); /* this group is there for all, and nobody reads the last one any more */
+        rows_start(ring, window, width, column, first + (LONG_STEPS - 1) * LONG_ROWS, length);
 #pragma unroll
-        for (int i = 0; i < LONG_GROUP; i++) {
-            if (here && first + i < length) {
-                sum_row(sum, {ring[(first % slots + i) * LONG_THREADS]});
+        for (int i = 0; i < LONG_ROWS; i++) {
+            if (first + i < length) {
+                const uint32_t pair =
+                    reinterpret_cast<const uint32_t *>(ring.rows[(first + i) % (LONG_STEPS * LONG_ROWS)])[threadIdx.x];
+                sum[0] += __uint_as_float(pair << 16);
+                sum[1] += __uint_as_float(pair & 0xffff0000u);
             }
         }
     }
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    __syncthreads(); /* the next window overwrites places and rows */
 }
 
-/* A block sums 512 columns of long lists, a thread eight of them; blockIdx.y cuts the width. */
-template <bool BF16>
-static __global__ void __launch_bounds__(LONG_THREADS)
-    embedding_long_kernel(const bf16 *dout, int64_t width, void *dweight, lists l)
+template <bool BF16> __device__ __forceinline__ void pair_add(void *dweight, int64_t at, const float *sum)
 {
-    __shared__ uint4 ring[LONG_STEPS * LONG_GROUP * LONG_THREADS];
-    const int64_t c = 8 * (blockIdx.y * (int64_t)LONG_THREADS + threadIdx.x);
-    for (int b = blockIdx.x; b < l.used[2]; b += gridDim.x) {
-        const bucket k = *long_bucket(l, b);
-        float sum[8] = {};
-        long_sum(sum, ring + threadIdx.x, dout, width, c, c < width, l.places + k.first, k.length);
-        if (c < width) {
-            gradient8<BF16> gradient;
-            gradient.load(dweight, k.token * width + c);
-            gradient.store_sum(dweight, k.token * width + c, sum);
-        }
+    if constexpr (BF16) {
+        __nv_bfloat162 *to = reinterpret_cast<__nv_bfloat162 *>(static_cast<bf16 *>(dweight) + at);
+        const float2 old = __bfloat1622float2(*to);
+        *to = __floats2bfloat162_rn(old.x + sum[0], old.y + sum[1]);
+    } else {
+        float2 *to = reinterpret_cast<float2 *>(static_cast<float *>(dweight) + at);
+        const float2 old = *to;
+        *to = make_float2(old.x + sum[0], old.y + sum[1]);
     }
 }
 
-template <bool BF16> static void sums_launch(const embedding_bwd *a, const lists &l, const cuda *on)
+/* A block sums 512 columns of a long list, a thread two of them. */
+template <bool BF16>
+__device__ __forceinline__ void long_sum(long_ring &ring, const int32_t *tokens, const bf16 *dout, int64_t width,
+                                         void *dweight, const lists &l, int32_t token, int64_t column)
 {
-    /* Long lists first: the longest takes longest. */
-    embedding_long_kernel<BF16>
-        <<<dim3(LONG_BLOCKS, cuda_blocks(a->width, 8 * LONG_THREADS)), LONG_THREADS, 0, on->stream>>>(a->dout, a->width,
-                                                                                                      a->dweight, l);
-    cuda_launched(on, "embedding_long");
-    const dim3 blocks((unsigned int)a->count, cuda_blocks(a->width, 8 * THREADS)); /* as many lists as there may be */
-    embedding_short_kernel<BF16><<<blocks, THREADS, 0, on->stream>>>(a->dout, a->width, a->dweight, l);
-    cuda_launched(on, "embedding_short");
+    float sum[2] = {};
+    for (int64_t first = 0; first < l.length; first += LONG_WINDOW) {
+        const int n = window_places(tokens, l.length, first, token, ring.places);
+        window_sum(sum, ring, dout + first * width, width, column, n);
+    }
+    const int64_t c = column + 2 * (int)threadIdx.x;
+    if (c < width) {
+        pair_add<BF16>(dweight, token * width + c, sum);
+    }
+}
+
+/* ---- backward: the sums ---- */
+
+/* The first LONG_BLOCKS blocks have the long lists, the others GROUP places each; blockIdx.y: columns of the latter. */
+template <bool BF16>
+static __global__ void __launch_bounds__(THREADS, 3)
+    embedding_sums_kernel(const int32_t *tokens, const bf16 *dout, int64_t width, void *dweight, lists l)
+{
+    __shared__ long_ring ring;
+    if (blockIdx.x >= LONG_BLOCKS) {
+        shorts_sum<BF16>(tokens, dout, width, dweight, l, (int64_t)(blockIdx.x - LONG_BLOCKS) * GROUP,
+                         8 * (blockIdx.y * (int64_t)THREADS + threadIdx.x));
+        return;
+    }
+    const int pieces = (int)((width + LONG_COLUMNS - 1) / LONG_COLUMNS), lists = l.used[0];
+    for (int i = (int)(blockIdx.y * LONG_BLOCKS + blockIdx.x); i < lists * pieces;
+         i += (int)(gridDim.y * LONG_BLOCKS)) {
+        long_sum<BF16>(ring, tokens, dout, width, dweight, l, l.longs[i / pieces],
+                       (int64_t)(i % pieces) * LONG_COLUMNS);
+    }
 }
 
 void embedding_bwd_cuda(const embedding_bwd *a, const cuda *on)
@@ -380,19 +408,11 @@ void embedding_bwd_cuda(const embedding_bwd *a, const cuda *on)
         return;
     }
     const lists l = lists_at(a->scratch, a->count, a->vocab);
-    const unsigned int blocks = cuda_blocks(a->count, THREADS);
     cuda_zero(on, l.used, (size_t)(4 + a->vocab) * sizeof(int32_t));
-    embedding_count_kernel<<<blocks, THREADS, 0, on->stream>>>(a->tokens, l);
+    embedding_count_kernel<<<cuda_blocks(a->count, THREADS), THREADS, 0, on->stream>>>(a->tokens, l);
     cuda_launched(on, "embedding_count");
-    embedding_buckets_kernel<<<blocks, THREADS, 0, on->stream>>>(a->tokens, l);
-    cuda_launched(on, "embedding_buckets");
-    embedding_fill_kernel<<<blocks, THREADS, 0, on->stream>>>(a->tokens, l);
-    cuda_launched(on, "embedding_fill");
-    embedding_sort_kernel<<<SORT_BLOCKS, THREADS, 0, on->stream>>>(a->tokens, l);
-    cuda_launched(on, "embedding_sort");
-    if (a->grad_type == DTYPE_BF16) {
-        sums_launch<true>(a, l, on);
-    } else {
-        sums_launch<false>(a, l, on);
-    }
+    const dim3 blocks(LONG_BLOCKS + cuda_blocks(a->count, GROUP), cuda_blocks(a->width, 8 * THREADS));
+    auto kernel = a->grad_type == DTYPE_BF16 ? embedding_sums_kernel<true> : embedding_sums_kernel<false>;
+    kernel<<<blocks, THREADS, 0, on->stream>>>(a->tokens, a->dout, a->width, a->dweight, l);
+    cuda_launched(on, "embedding_sums");
 }

@@ -25,6 +25,7 @@ struct linear {
     int64_t in, out;
     const bf16 *weight; /* (out, in): represented values, from linear_represent_weight unless BF16 */
     const void *codes;  /* CUDA, FP8: what linear_represent_weight_cuda made instead, its `memory` */
+    const float *amax;  /* CUDA: max |w| of the next linear_represent_weight_cuda, see there; NULL: not known */
     uint64_t stream;    /* of stochastic rounding */
 };
 
@@ -66,7 +67,8 @@ void linear_bwd_cpu(const struct linear_bwd *a);
  *
  * linear_weight_bytes_cuda: memory of a weight in its format: codes of w and of w^T with their scale (FP8), represented
  * values (NVFP4), none (BF16). linear_represent_weight_cuda fills it, once per update, and sets linear->codes (FP8) or
- * linear->weight (NVFP4; BF16: w itself).
+ * linear->weight (NVFP4; BF16: w itself). Where linear->amax, device memory, has what linear_amax_cuda would find, w is
+ * read once less.
  *
  * Pointers are multiples of 16 bytes; FP8 and NVFP4 need `in` and `out` to be multiples of 16; any number of rows.
  * Products take their algorithm from core/gemm_cuda.h: run each call once under gemm_cuda_plan_all to have it timed.

@@ -99,13 +99,13 @@ void linear_represent_weight_cuda(struct linear *linear, const bf16 *w, void *me
         return;
     }
     struct numbers *numbers = memory;
-    linear_amax_cuda(w, out * in, &numbers->amax, on);
+    const float *amax = amax_of(linear->amax, w, out * in, numbers, on);
     if (linear->format == LINEAR_FP8) {
         struct weight_codes c = weight_codes(memory, out, in);
         linear_encode_e4m3_cuda(&(struct linear_codes){.x = w,
                                                        .rows = out,
                                                        .cols = in,
-                                                       .amax = &numbers->amax,
+                                                       .amax = amax,
                                                        .scale = &numbers->scale,
                                                        .codes = c.codes,
                                                        .turned = c.turned},
@@ -113,8 +113,8 @@ void linear_represent_weight_cuda(struct linear *linear, const bf16 *w, void *me
         linear->codes = memory;
     } else {
         bf16 *values = (bf16 *)((uint8_t *)memory + ALIGNMENT);
-        linear_round_tiles_cuda(
-            &(struct linear_values){.x = w, .rows = out, .cols = in, .amax = &numbers->amax, .y = values}, on);
+        linear_round_tiles_cuda(&(struct linear_values){.x = w, .rows = out, .cols = in, .amax = amax, .y = values},
+                                on);
         linear->weight = values;
     }
 }

@@ -103,13 +103,24 @@ const struct model_loss_row *model_losses(const struct model *model);
  * and losses undefined and the statistics zero; waits. */
 MUST_CHECK enum status model_warm_up(struct model *model, void *grads);
 
+/* After an update that changed the weights of the last model_set_weights where they lie: in place of another call, for
+ * an optimizer that finds largest magnitudes on its way, which saves formats that need them a pass over the weights.
+ *   model_weight_amax        where that of the parameter at `offset` goes, raised from 0 as bits; parameters of a fused
+ *                            matrix share a place; NULL: nobody needs it
+ *   model_weight_amax_reset  zeros in all places; before the update
+ *   model_weights_updated    after it. Bits are those of model_set_weights */
+float *model_weight_amax(const struct model *model, size_t offset);
+void model_weight_amax_reset(struct model *model);
+void model_weights_updated(struct model *model);
+
 /* Whether calls enqueued from here on gather statistics of attention: yes at first. A variant may have slower code for
  * that (sm90 does). A captured graph keeps what held when it was captured. */
 void model_count_stats(struct model *model, bool on);
 
 /* ---- both ---- */
 
-/* Logits (rows, V) FP32 of some of the B T token rows of the last forward, for tests and export checks. */
+/* Logits (rows, V) FP32 of some of the B T token rows of the last forward, for tests and export checks. With graphs:
+ * of the forward that ran last, whichever call it was recorded from. */
 void model_logits(struct model *model, int64_t first_row, int64_t rows, float *logits);
 
 /* Statistics of attention by layer, added since the last model_stats_reset. Length: layers. On CUDA device memory, and

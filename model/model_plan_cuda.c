@@ -187,7 +187,7 @@ static enum status take_cuda(struct model *m, struct arena *arena)
     g->d = take_bf16(arena, "scratch", n * C);
     g->inv_rms = take_f32(arena, "scratch", n);
     g->amax = take_f32(arena, "scratch", (int64_t)(2 * c->layers) * PROJECTIONS);
-    g->head_amax = take_f32(arena, "scratch", o->batch * (c->heads + 2 * c->kv_heads));
+    g->weight_amax = take_f32(arena, "scratch", (int64_t)c->layers * PROJECTIONS);
     g->losses = take_f32(arena, "losses", n);
     g->lse = take_f32(arena, "losses", n);
     g->made_up = arena_take(arena, "losses", (size_t)(2 * n) * sizeof *g->made_up);
@@ -250,7 +250,46 @@ static enum status check_cuda(const struct model_config *c, const struct model_o
 
 static void represent_cuda(struct model *m, struct layer *layer, enum projection p, const bf16 *weight)
 {
+    layer->linear[p].amax = NULL;
     linear_represent_weight_cuda(&layer->linear[p], weight, layer->represented[p], m->options.cuda);
+}
+
+static float *weight_amax(const struct model *m, int layer, int p)
+{
+    return m->gpu->weight_amax + layer * PROJECTIONS + p;
+}
+
+/* Parameters of a fused matrix lie within it and share its place. */
+float *model_weight_amax(const struct model *m, size_t offset)
+{
+    for (int l = 0; l < m->config.layers; l++) {
+        for (int p = 0; p < PROJECTIONS; p++) {
+            const struct linear *x = &m->layers[l].linear[p];
+            const size_t first = m->layers[l].matrix[p], n = (size_t)(x->in * x->out);
+            if (x->format != LINEAR_BF16 && offset >= first && offset < first + n) {
+                return weight_amax(m, l, p);
+            }
+        }
+    }
+    return NULL;
+}
+
+void model_weight_amax_reset(struct model *m)
+{
+    cuda_zero(m->options.cuda, m->gpu->weight_amax, (size_t)(m->config.layers * PROJECTIONS) * sizeof(float));
+}
+
+void model_weights_updated(struct model *m)
+{
+    m->kept = false;
+    for (int l = 0; l < m->config.layers; l++) {
+        for (int p = 0; p < PROJECTIONS; p++) {
+            struct layer *layer = &m->layers[l];
+            layer->linear[p].amax = weight_amax(m, l, p);
+            linear_represent_weight_cuda(&layer->linear[p], m->weights + layer->matrix[p], layer->represented[p],
+                                         m->options.cuda);
+        }
+    }
 }
 
 static void stats_reset_cuda(struct model *m)

@@ -22,6 +22,7 @@ struct adamw_segment {
     const char *name; /* keys the random numbers of stochastic rounding together with seed, update and element */
     size_t offset, elements;
     bool decays;
+    float *amax; /* CUDA: see adamw_step_cuda; NULL: not wanted */
 };
 
 /* Flat arrays of equal length. NULL where the mode has none. */
@@ -51,6 +52,9 @@ void adamw_step(const struct adamw_config *config, const struct adamw_state *sta
  *   adamw_plan_cuda   fills `memory` (adamw_plan_bytes_cuda) with the tables of blocks and segments for the kernels
  *   grads             FP32 or BF16 by grad_type
  *   grad_scale        as above; finite: the caller has looked at the norm
+ *   segment.amax      device memory: raised to the largest magnitude of the segment's new BF16 weights; magnitudes are
+ *                     compared as bits, NaN above Inf above all. Segments of one matrix may share a place. Whoever
+ *                     asks zeroes it before the update
  * Arrays aligned to 16 bytes; segments may start anywhere, those at multiples of four elements are fast. */
 struct adamw_cuda {
     int16_t *remainder; /* master_fp32; else NULL */
@@ -58,6 +62,7 @@ struct adamw_cuda {
     void *m, *v;
     const void *plan; /* device */
     int64_t blocks;   /* of the plan */
+    bool finds_amax;  /* some segment wants it */
 };
 size_t adamw_plan_bytes_cuda(const struct adamw_segment *segments, int n_segments);
 void adamw_plan_cuda(struct adamw_cuda *state, const struct adamw_config *config, const struct adamw_segment *segments,

@@ -224,16 +224,44 @@ template <int QUADS> __device__ __forceinline__ bool quads_update(quad *quads, c
 struct segment_terms {
     float decay;
     uint64_t offset, weights_stream, moments_stream; /* the streams for stochastic rounding only */
+    uint32_t segment, seen; /* what the segment's amax held when the block began; above all where nobody asks */
 };
 
 __device__ __forceinline__ segment_terms terms_of(const update &u, const plan_block &p)
 {
-    segment_terms t = {p.decays ? u.weight_decay : 0.0f, 0, 0, 0};
-    if (u.stochastic) {
+    segment_terms t = {p.decays ? u.weight_decay : 0.0f, 0, 0, 0, p.segment, UINT32_MAX};
+    if (u.stochastic || u.state.finds_amax) {
         const plan_segment *s = plan_segments(u.state.plan, u.state.blocks) + p.segment;
         t.offset = s->offset, t.weights_stream = s->weights_stream, t.moments_stream = s->moments_stream;
+        if (s->amax != NULL) {
+            t.seen = *reinterpret_cast<volatile unsigned int *>(s->amax);
+        }
     }
     return t;
+}
+
+/* ---- the largest weight ---- */
+
+/* The larger magnitudes of two pairs of BF16 codes, after the first n of four more: they order like their bits. */
+template <bool FULL> __device__ __forceinline__ void magnitudes_add(uint32_t &largest, uint2 codes, int n)
+{
+    if constexpr (!FULL) { /* what lies behind the segment's end may be anything */
+        codes.x = n > 1 ? codes.x : n > 0 ? codes.x & 0xffffu : 0u;
+        codes.y = n > 3 ? codes.y : n > 2 ? codes.y & 0xffffu : 0u;
+    }
+    largest = __vmaxu2(largest, codes.x & 0x7fff7fffu);
+    largest = __vmaxu2(largest, codes.y & 0x7fff7fffu);
+}
+
+/* A maximum has no order: atomics keep bits. Without a wait or a barrier at the block's end, and hardly any warp adds
+ * to the traffic at one address: most began when it held more already. All lanes call it. */
+__device__ __forceinline__ void amax_raise(const update &u, const segment_terms &t, uint32_t largest)
+{
+    const unsigned int code = __reduce_max_sync(0xffffffffu, max(largest >> 16, largest & 0xffffu)), bits = code << 16;
+    if (threadIdx.x % 32 == 0 && bits > t.seen) {
+        float *amax = plan_segments(u.state.plan, u.state.blocks)[t.segment].amax;
+        atomicMax(reinterpret_cast<unsigned int *>(amax), bits);
+    }
 }
 
 /* The random words of four elements, from the element-th of the segment. */
@@ -266,7 +294,7 @@ template <bool SOUND> __device__ __forceinline__ uint2 codes_stochastic(const fl
 }
 
 template <bool FULL, bool SOUND>
-__device__ __forceinline__ void master_store(const float *x, const update &u, uint64_t at, int n)
+__device__ __forceinline__ uint2 master_store(const float *x, const update &u, uint64_t at, int n)
 {
     uint2 w, rest;
     if constexpr (SOUND) { /* master_split of four */
@@ -288,22 +316,26 @@ __device__ __forceinline__ void master_store(const float *x, const update &u, ui
         rest = make_uint2((uint16_t)low[0] | (uint32_t)(uint16_t)low[1] << 16,
                           (uint16_t)low[2] | (uint32_t)(uint16_t)low[3] << 16);
     }
-    codes_store<FULL>(u.state.weights, at, n, w);
     codes_store<FULL>(u.state.remainder, at, n, rest);
+    return w;
 }
 
 template <bool MASTER, bool MOMENTS_BF16, bool FULL, bool SOUND>
-__device__ __forceinline__ void quad_store(const quad &q, const update &u, const segment_terms &t, uint64_t at, int n)
+__device__ __forceinline__ void quad_store(const quad &q, const update &u, const segment_terms &t, uint64_t at, int n,
+                                           uint32_t &largest)
 {
     uint32_t random[4], shifted[4];
+    uint2 w;
     if constexpr (MASTER) {
-        master_store<FULL, SOUND>(q.w, u, at, n);
+        w = master_store<FULL, SOUND>(q.w, u, at, n);
     } else if (u.stochastic) {
         quad_random(random, u, t.weights_stream, at - t.offset);
-        codes_store<FULL>(u.state.weights, at, n, codes_stochastic<SOUND>(q.w, random));
+        w = codes_stochastic<SOUND>(q.w, random);
     } else {
-        codes_store<FULL>(u.state.weights, at, n, codes_nearest(q.w));
+        w = codes_nearest(q.w);
     }
+    codes_store<FULL>(u.state.weights, at, n, w);
+    magnitudes_add<FULL>(largest, w, n);
     if constexpr (!MOMENTS_BF16) {
         floats_store<FULL>(static_cast<float *>(u.state.m), at, n, q.m);
         floats_store<FULL>(static_cast<float *>(u.state.v), at, n, q.v);
@@ -325,7 +357,8 @@ __device__ __forceinline__ void quad_store(const quad &q, const update &u, const
 
 /* ADAMW_QUADS groups of four a thread, `stride` elements apart, the first at `first` of the block's n elements. */
 template <bool MASTER, bool MOMENTS_BF16, bool GRADS_BF16, bool FULL>
-__device__ __forceinline__ void quads_step(const update &u, const segment_terms &t, const plan_block &p, int first)
+__device__ __forceinline__ void quads_step(const update &u, const segment_terms &t, const plan_block &p, int first,
+                                           uint32_t &largest)
 {
     /* With a split master there are registers for one group in the arithmetic and more blocks; measured. */
     constexpr int together = MASTER ? 1 : ADAMW_QUADS;
@@ -343,9 +376,9 @@ __device__ __forceinline__ void quads_step(const update &u, const segment_terms 
         for (int k = k0; k < k0 + together; k++) {
             const int i = first + k * stride, n = min((int)p.n - i, 4);
             if (sound) {
-                quad_store<MASTER, MOMENTS_BF16, FULL, true>(q[k], u, t, p.at + i, n);
+                quad_store<MASTER, MOMENTS_BF16, FULL, true>(q[k], u, t, p.at + i, n, largest);
             } else {
-                quad_store<MASTER, MOMENTS_BF16, FULL, false>(q[k], u, t, p.at + i, n);
+                quad_store<MASTER, MOMENTS_BF16, FULL, false>(q[k], u, t, p.at + i, n, largest);
             }
         }
     }
@@ -358,13 +391,15 @@ static __global__ void __launch_bounds__(ADAMW_THREADS, MOMENTS_BF16 ? 4 : 3)
     const plan_block p = plan_find(u.state.plan, blockIdx.x);
     const segment_terms t = terms_of(u, p);
     const int round = 4 * ADAMW_THREADS * ADAMW_QUADS;
+    uint32_t largest = 0;
     for (int first = 0; first < p.n; first += round) {
         if (p.at % 4 == 0 && first + round <= p.n) {
-            quads_step<MASTER, MOMENTS_BF16, GRADS_BF16, true>(u, t, p, first + 4 * (int)threadIdx.x);
+            quads_step<MASTER, MOMENTS_BF16, GRADS_BF16, true>(u, t, p, first + 4 * (int)threadIdx.x, largest);
         } else {
-            quads_step<MASTER, MOMENTS_BF16, GRADS_BF16, false>(u, t, p, first + 4 * (int)threadIdx.x);
+            quads_step<MASTER, MOMENTS_BF16, GRADS_BF16, false>(u, t, p, first + 4 * (int)threadIdx.x, largest);
         }
     }
+    amax_raise(u, t, largest);
 }
 
 typedef void adamw_kernel(update);

@@ -1,14 +1,16 @@
 /* optim: the device tables of a plan: what adamw_plan_cuda makes, and the kernels of the update and the norm read.
- * A block of the plan is at most PLAN_BLOCK neighbours of one segment; segments are cut from their first element. */
+ * A block of the plan is at most GRADNORM_BLOCK neighbours of one segment; segments are cut from their first element.
+ * For .cu files only. */
 #pragma once
 
-#include <stdint.h>
-
-enum { PLAN_BLOCK = 4096 }; /* the block of optim/gradnorm.h */
+extern "C" {
+#include "optim/gradnorm.h"
+}
 
 struct plan_segment {
     uint64_t offset, elements, first_block;
     uint64_t weights_stream, moments_stream; /* of random numbers */
+    float *amax;                             /* NULL: not wanted */
     uint64_t decays;
 };
 

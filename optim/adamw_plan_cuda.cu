@@ -14,7 +14,7 @@ extern "C" {
 
 static int64_t blocks_of(const struct adamw_segment *segment)
 {
-    return (int64_t)((segment->elements + PLAN_BLOCK - 1) / PLAN_BLOCK);
+    return (int64_t)((segment->elements + GRADNORM_BLOCK - 1) / GRADNORM_BLOCK);
 }
 
 static int64_t blocks_sum(const struct adamw_segment *segments, int n_segments)
@@ -35,12 +35,12 @@ size_t adamw_plan_bytes_cuda(const struct adamw_segment *segments, int n_segment
 static __global__ void adamw_plan_kernel(void *plan, int64_t blocks)
 {
     const plan_segment *s = plan_segments(plan, blocks) + blockIdx.y;
-    const uint64_t n = (s->elements + PLAN_BLOCK - 1) / PLAN_BLOCK;
+    const uint64_t n = (s->elements + GRADNORM_BLOCK - 1) / GRADNORM_BLOCK;
     for (uint64_t b = blockIdx.x * (uint64_t)blockDim.x + threadIdx.x; b < n; b += (uint64_t)gridDim.x * blockDim.x) {
-        const uint64_t left = s->elements - b * PLAN_BLOCK;
-        static_cast<plan_block *>(plan)[s->first_block + b] = {s->offset + b * PLAN_BLOCK, blockIdx.y,
-                                                               (uint16_t)(left < PLAN_BLOCK ? left : PLAN_BLOCK),
-                                                               (uint16_t)s->decays};
+        const uint64_t left = s->elements - b * GRADNORM_BLOCK;
+        static_cast<plan_block *>(plan)[s->first_block + b] = {
+            s->offset + b * GRADNORM_BLOCK, blockIdx.y, (uint16_t)(left < GRADNORM_BLOCK ? left : GRADNORM_BLOCK),
+            (uint16_t)s->decays};
     }
 }
 
@@ -50,6 +50,7 @@ void adamw_plan_cuda(struct adamw_cuda *state, const struct adamw_config *config
     ASSERT(state->weights != NULL && (state->remainder != NULL) == config->master_fp32);
     ASSERT(n_segments >= 0 && n_segments < 65536);
     state->plan = memory;
+    state->finds_amax = false;
     state->blocks = blocks_sum(segments, n_segments);
     ASSERT(state->blocks < INT32_MAX);
     if (n_segments == 0) {
@@ -66,6 +67,8 @@ void adamw_plan_cuda(struct adamw_cuda *state, const struct adamw_config *config
         table[s].first_block = first_block;
         table[s].weights_stream = streams.weights;
         table[s].moments_stream = streams.moments;
+        table[s].amax = segments[s].amax;
+        state->finds_amax = state->finds_amax || segments[s].amax != NULL;
         table[s].decays = segments[s].decays;
         first_block += (uint64_t)blocks_of(&segments[s]);
     }

@@ -5,10 +5,6 @@
 #include "core/cuda.cuh"
 #include "optim/adamw_plan.cuh"
 
-extern "C" {
-#include "optim/gradnorm.h"
-}
-
 enum {
     CHAINS = 8,
     BLOCKS_PER_WARP = 32 / CHAINS,
@@ -225,7 +221,8 @@ static __global__ void __launch_bounds__(TREE_THREADS)
     gradnorm_segments_kernel(const void *plan, int64_t blocks, const double *sums, double *segment_sums)
 {
     const plan_segment *s = plan_segments(plan, blocks) + blockIdx.x;
-    const double sum = tree_block(sums + s->first_block, (int64_t)((s->elements + PLAN_BLOCK - 1) / PLAN_BLOCK));
+    const double sum =
+        tree_block(sums + s->first_block, (int64_t)((s->elements + GRADNORM_BLOCK - 1) / GRADNORM_BLOCK));
     if (threadIdx.x == 0) {
         segment_sums[blockIdx.x] = sum;
     }

@@ -210,9 +210,10 @@ enum status gpu_apply(struct trainer *t, struct step_result *r, float clip_scale
     struct gpu *gpu = t->gpu;
     nvtxRangePushA("AdamW");
     mark(gpu, AT_APPLY);
+    model_weight_amax_reset(t->model);
     adamw_step_cuda(&t->config->optim, &gpu->adamw, gpu->grads, t->options.grad_type, clip_scale, (float)r->lr,
                     (uint32_t)r->update, gpu->cuda);
-    trainer_weights_changed(t);
+    model_weights_updated(t->model);
     mark(gpu, AT_APPLIED);
     nvtxRangePop();
     gpu->stepped = true;

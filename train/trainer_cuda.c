@@ -198,6 +198,9 @@ static enum status initialise_gpu(struct trainer *t)
     gpu->adamw.weights = t->state.weights;
     gpu->adamw.m = t->state.m;
     gpu->adamw.v = t->state.v;
+    for (int i = 0; i < t->params.count; i++) {
+        t->segments[i].amax = model_weight_amax(t->model, t->segments[i].offset);
+    }
     adamw_plan_cuda(&gpu->adamw, &t->config->optim, t->segments, t->params.count, gpu->adamw_plan, gpu->cuda);
     ASSERT(gpu->adamw.blocks == norm_blocks(t));
     gpu->norm = (struct gradnorm_cuda){.plan = gpu->adamw.plan,

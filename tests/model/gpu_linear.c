@@ -402,7 +402,8 @@ static void *dw_before(const struct problem *p, enum dtype type, size_t *bytes)
     return codes;
 }
 
-/* known: the amax of x and dy is given, as a kernel before could have found it. apart: dw and dx come from a call each.
+/* known: the amax of w, x and dy is given, as a kernel before could have found it. apart: dw and dx come from a call
+ * each.
  */
 static void run_on_gpu(const struct problem *p, enum dtype grad_type, bool accumulate, bool known, bool apart,
                        struct results *r)
@@ -420,15 +421,17 @@ static void run_on_gpu(const struct problem *p, enum dtype grad_type, bool accum
     const size_t weight_bytes = linear_weight_bytes_cuda(format, s->out, s->in);
     const size_t scratch_bytes = linear_scratch_bytes_cuda(format, s->rows, s->in, s->out);
     void *weight = gpu_array(cuda, NULL, weight_bytes), *scratch = gpu_array(cuda, NULL, scratch_bytes);
-    float *amax = gpu_array(cuda, NULL, 2 * sizeof(float));
+    float *amax = gpu_array(cuda, NULL, 3 * sizeof(float));
     struct linear linear = p->linear;
     struct linear_bwd b = backward_call(p, accumulate);
-    linear_represent_weight_cuda(&linear, w, weight, cuda);
     known = known && format != LINEAR_BF16;
     if (known) {
         linear_amax_cuda(x, s->rows * s->in, amax, cuda);
         linear_amax_cuda(dy, s->rows * s->out, amax + 1, cuda);
+        linear_amax_cuda(w, s->out * s->in, amax + 2, cuda);
+        linear.amax = amax + 2;
     }
+    linear_represent_weight_cuda(&linear, w, weight, cuda);
     b.linear = &linear;
     b.x = x;
     b.dy = dy;

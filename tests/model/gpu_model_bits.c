@@ -1,4 +1,6 @@
-/* What must not change a bit of the model on the GPU: a second run, recomputation, graphs. */
+/* What must not change a bit of the model on the GPU: a second run, recomputation, graphs, who found the largest
+ * weights.
+ */
 #include "tests/model/model_cases_cuda.h"
 
 #include <stdlib.h>
@@ -159,12 +161,70 @@ static void test_replayed_graphs_give_the_bits_of_calls(void **state)
     finish();
 }
 
+/* Other weights, in place; as an optimizer would, their largest magnitudes go where the model wants them. */
+static void change_weights(struct gpu_fixture *f, const bf16 *weights)
+{
+    cuda_upload(cuda, f->weights, weights, f->params.elements * sizeof *weights);
+    model_weight_amax_reset(f->model);
+    assert_int_equal(cuda_sync(cuda, "weights"), OK);
+    for (int i = 0; i < f->params.count; i++) {
+        const struct param *p = &f->params.params[i];
+        float *place = model_weight_amax(f->model, p->offset), most;
+        const bool wanted = p->kind == PARAM_ATTN || p->kind == PARAM_MLP;
+        expect((place != NULL) == (wanted && p->cols > 1 && p->rows > 1), p->name, "wanted");
+        if (place == NULL) {
+            continue;
+        }
+        cuda_download(cuda, &most, place, sizeof most); /* parts of a matrix share it */
+        assert_int_equal(cuda_sync(cuda, "place"), OK);
+        for (int64_t e = 0; e < p->rows * p->cols; e++) {
+            most = fmaxf(most, fabsf(bf16_to_float(weights[p->offset + (size_t)e])));
+        }
+        cuda_upload(cuda, place, &most, sizeof most);
+    }
+}
+
+static void test_weights_updated_gives_the_bits_of_set_weights(void **state)
+{
+    (void)state;
+    for (int i = 1; i < FORMATS; i++) { /* BF16 has no largest magnitude */
+        struct gpu_fixture f;
+        struct data d = data_make();
+        open_format(&f, formats[i], RECOMPUTE_NONE, 1);
+        const size_t n = f.params.elements;
+        bf16 *weights = malloc(n * sizeof *weights);
+        gpu_fetch(cuda, weights, f.weights, n * sizeof *weights);
+        for (size_t e = 0; e < n; e++) {
+            weights[e] = bf16_from_float(bf16_to_float(weights[e]) * (e % 7 == 0 ? -2.6f : 0.7f));
+        }
+        struct model_batch host = batch_of(&d, 0, 1, TOKENS), batch = gpu_fixture_batch(&f, &host, scale);
+        gpu_fixture_run(&f, &batch, false);
+        void *old = gpu_fixture_grads(&f);
+        change_weights(&f, weights);
+        model_weights_updated(f.model);
+        gpu_fixture_run(&f, &batch, false);
+        void *updated = gpu_fixture_grads(&f);
+        model_set_weights(f.model, f.weights);
+        gpu_fixture_run(&f, &batch, false);
+        void *set = gpu_fixture_grads(&f);
+        expect(memcmp(old, set, f.grad_bytes) != 0, linear_format_names[formats[i]], "nothing changed");
+        expect_same(&f, linear_format_names[formats[i]], "updated", set, updated);
+        free(old);
+        free(updated);
+        free(set);
+        free(weights);
+        gpu_fixture_close(&f);
+    }
+    finish();
+}
+
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         GPU_TEST(test_runs_and_recomputation_give_equal_bits),
         GPU_TEST(test_bits_of_the_gpus_attention),
         GPU_TEST(test_replayed_graphs_give_the_bits_of_calls),
+        GPU_TEST(test_weights_updated_gives_the_bits_of_set_weights),
     };
     cases_start(argc, argv);
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -1,5 +1,5 @@
 /* AdamW on the GPU: the bits of the CPU function in every mode, over three updates, with segments that start anywhere;
- * and the split master over every kind of bit pattern.
+ * the largest weights that it finds on its way; and the split master over every kind of bit pattern.
  *
  * With a split master the FP32 masters have the CPU's bits; the BF16 weights differ from RNE(master) in exact ties
  * only. */
@@ -20,6 +20,8 @@ static const struct adamw_segment segments[] = {
     {.name = "model.one", .offset = N + 64 + GAIN + 1 + ODD + 3, .elements = 1, .decays = true},
 };
 enum { SEGMENTS = sizeof segments / sizeof *segments };
+enum { PLACES = 2 };
+static const int place_of[SEGMENTS] = {0, 1, 0, -1}; /* of its largest weight */
 
 static float noise(uint32_t i)
 {
@@ -55,6 +57,7 @@ struct sides {
     float *grads, *master;
     bf16 *grads_bf16, *weights;
     void *moment, *plan, *d_grads;
+    float *d_amax;
     size_t plan_bytes;
 };
 
@@ -96,7 +99,13 @@ static void sides_open(struct sides *s, const struct adamw_config *config, enum 
     }
     s->plan = gpu_array(cuda, NULL, s->plan_bytes);
     s->d_grads = gpu_array(cuda, NULL, FLAT * dtype_bytes(grad_type));
-    adamw_plan_cuda(&s->gpu, config, segments, SEGMENTS, s->plan, cuda);
+    s->d_amax = gpu_array(cuda, NULL, PLACES * sizeof *s->d_amax);
+    struct adamw_segment placed[SEGMENTS];
+    memcpy(placed, segments, sizeof placed);
+    for (int i = 0; i < SEGMENTS; i++) {
+        placed[i].amax = place_of[i] < 0 ? NULL : s->d_amax + place_of[i];
+    }
+    adamw_plan_cuda(&s->gpu, config, placed, SEGMENTS, s->plan, cuda);
     compare_guard(cuda, s->plan, s->plan_bytes);
 }
 
@@ -104,7 +113,7 @@ static void sides_close(struct sides *s)
 {
     void *host[] = {s->cpu.master, s->cpu.weights, s->cpu.m,   s->cpu.v, s->grads,
                     s->master,     s->grads_bf16,  s->weights, s->moment};
-    void *device[] = {s->gpu.weights, s->gpu.m, s->gpu.v, s->gpu.remainder, s->plan, s->d_grads};
+    void *device[] = {s->gpu.weights, s->gpu.m, s->gpu.v, s->gpu.remainder, s->plan, s->d_grads, s->d_amax};
     for (size_t i = 0; i < sizeof host / sizeof *host; i++) {
         free(host[i]);
     }
@@ -113,10 +122,26 @@ static void sides_close(struct sides *s)
     }
 }
 
+/* The largest magnitudes of the weights as they are, as FP32 bits. */
+static void compare_largest(const struct sides *s, const char *what)
+{
+    uint32_t want[PLACES] = {0}, got[PLACES];
+    for (int i = 0; i < SEGMENTS; i++) {
+        for (size_t e = 0; e < segments[i].elements && place_of[i] >= 0; e++) {
+            const uint32_t magnitude = (uint32_t)(s->weights[segments[i].offset + e] & 0x7fff) << 16;
+            uint32_t *most = &want[place_of[i]];
+            *most = magnitude > *most ? magnitude : *most;
+        }
+    }
+    gpu_fetch(cuda, got, s->d_amax, sizeof got);
+    compare_bits(what, got, want, sizeof got, sizeof *got);
+}
+
 static void compare_state(struct sides *s, const struct adamw_config *config, const char *what)
 {
     const size_t moment = adamw_moment_bytes(config);
     gpu_fetch(cuda, s->weights, s->gpu.weights, FLAT * sizeof(bf16));
+    compare_largest(s, what);
     gpu_fetch(cuda, s->moment, s->gpu.m, FLAT * moment);
     compare_bits(what, s->moment, s->cpu.m, FLAT * moment, moment);
     gpu_fetch(cuda, s->moment, s->gpu.v, FLAT * moment);
@@ -160,6 +185,7 @@ static void check_mode(bool master, bool moments_bf16, bool stochastic, enum dty
         cuda_upload(cuda, s.d_grads, grad_type == DTYPE_BF16 ? (void *)s.grads_bf16 : s.grads,
                     FLAT * dtype_bytes(grad_type));
         adamw_step(&config, &s.cpu, segments, SEGMENTS, s.grads, scale, lr, update + 1000 * (update == 3));
+        cuda_zero(cuda, s.d_amax, PLACES * sizeof *s.d_amax);
         adamw_step_cuda(&config, &s.gpu, s.d_grads, grad_type, scale, lr, update + 1000 * (update == 3), cuda);
         snprintf(what, sizeof what, "adamw %s, moments %s%s, grads %s, update %u",
                  master ? "split master" : "no master", moments_bf16 ? "bf16" : "fp32",
@@ -174,6 +200,36 @@ static void test_every_mode_has_the_bits_of_the_cpu(void **state)
     (void)state;
     for (int mode = 0; mode < 16; mode++) {
         check_mode(mode & 1, mode & 2, mode & 4, mode & 8 ? DTYPE_BF16 : DTYPE_F32);
+    }
+    compare_end();
+}
+
+/* Weights that are Inf or NaN are above all; with eps = 0 what a thread makes of nothing, behind a segment's end, is
+ * NaN and must not count. */
+static void test_amax_of_weights_that_are_no_numbers(void **state)
+{
+    static const bf16 planted[] = {0x3dcc, 0xff80, 0x7f80, 0xffc1};
+    (void)state;
+    for (int mode = 0; mode < 16; mode++) {
+        const struct adamw_config config = {.beta1 = 0.9f,
+                                            .beta2 = 0.95f,
+                                            .master_fp32 = mode & 1,
+                                            .moments_bf16 = mode & 2,
+                                            .stochastic_rounding = true};
+        struct sides s;
+        char what[64];
+        sides_open(&s, &config, DTYPE_F32);
+        for (uint32_t i = 0; i < FLAT; i++) {
+            s.grads[i] = 1.0f;
+        }
+        cuda_upload(cuda, s.d_grads, s.grads, FLAT * sizeof *s.grads);
+        cuda_upload(cuda, s.gpu.weights + N - 1, &planted[mode / 4], sizeof *planted);
+        cuda_zero(cuda, s.d_amax, PLACES * sizeof *s.d_amax);
+        adamw_step_cuda(&config, &s.gpu, s.d_grads, DTYPE_F32, 1.0f, 1e-3f, 1, cuda);
+        gpu_fetch(cuda, s.weights, s.gpu.weights, FLAT * sizeof(bf16));
+        snprintf(what, sizeof what, "amax, mode %d, %#x planted", mode & 3, planted[mode / 4]);
+        compare_largest(&s, what);
+        sides_close(&s);
     }
     compare_end();
 }
@@ -221,6 +277,7 @@ int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_every_mode_has_the_bits_of_the_cpu),
+        cmocka_unit_test(test_amax_of_weights_that_are_no_numbers),
         cmocka_unit_test(test_split_and_join_keep_every_bit),
     };
     gpu_arguments(argc, argv);
