@@ -13,7 +13,7 @@ CUDA  ?= $(if $(NVCC),1,0)
 CC    := gcc
 
 Q   := $(if $(filter 1,$(V)),,@)
-OUT := build/$(BUILD)$(if $(filter 0,$(MPI)),-nompi)$(if $(filter 0,$(CUDA)),-nocuda)
+OUT := build/$(BUILD)$(if $(filter 0,$(MPI)),-nompi)$(if $(filter 0,$(CUDA)),-nocuda)$(if $(SANITIZE),-sanitize)
 
 # -ffp-contract=off and no -ffast-math: the bits of a sum are part of the contract, and NaN checks must work.
 WARN    := -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wno-sign-conversion -Wstrict-prototypes -Wmissing-prototypes -Werror
@@ -54,6 +54,8 @@ CUDA_HOME := $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
 CFLAGS += -DWITH_CUDA=1 $(foreach g,$(GPU),-DKERNELS_$(g)=1)
 LDLIBS += -L$(CUDA_HOME)/lib64 -lcudart_static -lrt -ldl -lstdc++
 NVFLAGS := -std=c++17 -I. -O3 -lineinfo -Werror all-warnings -Xcompiler -Wall,-Wextra -DWITH_CUDA=1
+# Kernels as compute-sanitizer can follow them (attention/sm90.cuh).
+NVFLAGS += $(if $(SANITIZE),-DARRIVE_BY_LANE=1)
 # Plain _cuda files run on every GPU that the project knows; _sm90 and _sm100 files are written for one.
 GENCODE_cuda  := $(foreach g,$(GPU),-gencode arch=compute_$(g),code=sm_$(g))
 GENCODE_sm90  := -gencode arch=compute_90a,code=sm_90a
@@ -152,8 +154,8 @@ test-gpu: all test-gpu-binaries ## the tests that need a GPU
 	BUILD_DIR=$(OUT) tools/run_tests.sh $(GPU_TESTS)
 
 LIMIT ?= 0
-sanitize-gpu: all test-gpu-binaries ## the small cases of the GPU tests under compute-sanitizer; LIMIT=seconds a program
-	BUILD_DIR=$(OUT) tools/sanitize_gpu.sh $(LIMIT) $(GPU_TESTS)
+sanitize-gpu: $(if $(SANITIZE),$(PROGRAMS) $(GPU_TESTS)) ## the small cases of the GPU tests under compute-sanitizer, in a build of their own; LIMIT=seconds a program
+	$(if $(SANITIZE),BUILD_DIR=$(OUT) tools/sanitize_gpu.sh $(LIMIT) $(GPU_TESTS),$(MAKE) SANITIZE=1 sanitize-gpu)
 
 sass: $(foreach k,$(KERNELS),$(if $(findstring sm90,$k),$(OUT)/$k.o)) ## look at the machine code of the Hopper kernels
 	$(Q)tools/check_sass.sh $^

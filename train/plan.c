@@ -170,7 +170,7 @@ static void print_memory(FILE *out, const struct config *config, const struct ar
         fprintf(out, "fits (per rank%s)\n", reserve > 0 ? "" : "; ranks on one machine share it");
         return;
     }
-    fprintf(out, "DOES NOT FIT: needs %.2f GiB, %.1f times what there is\n", need / 0x1p30, need / have);
+    fprintf(out, "DOES NOT FIT: needs %.2f GiB, %.2f times what there is\n", need / 0x1p30, need / have);
     for (int i = 0; i < arena->n_labels; i++) {
         if ((double)arena->labels[i].bytes > have) {
             fprintf(out, "  %s alone is too large\n", arena->labels[i].name);
