@@ -50,6 +50,7 @@ struct model_cuda {
     bf16 *d;           /* (n, C): gradient of the residual stream */
     void *tool;        /* scratch of the operator that runs */
     float *amax;       /* (2, L, PROJECTIONS): largest |x| and |dy| of each product; small formats only */
+    float *head_amax; /* (B, H + 2 Hkv): largest |x| of each head of Q, K, V, for the attention that follows */
     float *weight_amax;               /* (L, PROJECTIONS): found by the optimizer, see model_weight_amax */
     float *losses, *lse;              /* (n): of the head */
     int32_t *made_up;                 /* (2, n): tokens and targets of the warm-up */

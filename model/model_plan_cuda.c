@@ -188,6 +188,7 @@ static enum status take_cuda(struct model *m, struct arena *arena)
     g->inv_rms = take_f32(arena, "scratch", n);
     g->amax = take_f32(arena, "scratch", (int64_t)(2 * c->layers) * PROJECTIONS);
     g->weight_amax = take_f32(arena, "scratch", (int64_t)c->layers * PROJECTIONS);
+    g->head_amax = take_f32(arena, "scratch", o->batch * (c->heads + 2 * c->kv_heads));
     g->losses = take_f32(arena, "losses", n);
     g->lse = take_f32(arena, "losses", n);
     g->made_up = arena_take(arena, "losses", (size_t)(2 * n) * sizeof *g->made_up);
