@@ -217,8 +217,9 @@ const struct config_key config_keys[] = {
     BOOL("device", "graphs", graphs, "true", RESUME_FREE,
          "CUDA: forward and backward are recorded once and replayed; changes no bit"),
     TEXT("device", "gemm_choices", KEY_PATH, gemm_choices, "", RESUME_FREE,
-         "CUDA: file of the algorithms chosen for products: read if it is there, then written with what it lacked, so "
-         "that runs that share it have equal bits; one of another GPU or cuBLASLt is replaced. Empty: in a study one "
+         "CUDA: file of the algorithms chosen for products: read if it is there, then written with what it lacked, by "
+         "rank 0, whose choices all ranks take; runs that share it have equal bits; one of another GPU or cuBLASLt is "
+         "replaced. Empty: in a study one "
          "for all arms, on resume the checkpoint's own, else timed anew"),
 
     BOOL("debug", "allow", debug_allow, "false", RESUME_FREE,

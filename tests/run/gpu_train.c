@@ -162,6 +162,14 @@ static void test_checkpoints_move_between_devices(void **state)
         program_expect(p, "update 11 of 20 is next");
         check_follows(p, here, moved, 11, 5e-2);
     }
+    /* Behind the last update a run is only evaluated: with chosen products too. */
+    EXITS(0, p,
+          program_train(p, 1,
+                        "--device.kind=cuda --run.out={}/late --checkpoint.resume={}/on_cpu/checkpoints/"
+                        "step_00000020 %s",
+                        run));
+    program_expect(p, "all 20 updates are made");
+    program_expect(p, "matrix products: ");
 }
 
 /* FP8 scales span what runs at once; NVFP4's gradients are rounded at random besides, by other random numbers, so that
