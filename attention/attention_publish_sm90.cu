@@ -28,6 +28,7 @@ enum {
     LOWER_THREADS = 256,
 };
 #define BF16_NAN 0x7fff7fffu
+#define E4M3_NAN 0x7f7f7f7fu
 
 /* Q or K. */
 struct score_operand {
@@ -49,8 +50,8 @@ struct value_operand_sm90 {
 };
 
 struct publish_plan {
-    const float *amax; /* (B, H + 2 Hkv) */
-    score_operand q, k;
+    const float *amax;       /* (B, H + 2 Hkv) */
+    score_operand scores[2]; /* Q, K */
     value_operand_sm90 v;
     int64_t tokens, padded;
     int first; /* head that blocks count from: H + Hkv where only V is published */
@@ -97,6 +98,20 @@ __device__ __forceinline__ float power_of_two(int k)
     return __uint_as_float((uint32_t)(k + 127) << 23);
 }
 
+/* ---- memory ------------------------------------------------------------------------------------------------- */
+
+/* One access, which the compiler may not split: predicated stores of words that are computed apart come out as four. */
+__device__ __forceinline__ void store_words(void *to, const uint4 &x)
+{
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+                 : "memory");
+}
+
+__device__ __forceinline__ uint4 load_words(const bf16 *from, bool exists)
+{
+    return exists ? bf16x8_load(from).words : make_uint4(0, 0, 0, 0);
+}
+
 /* ---- pairs of BF16 ----------------------------------------------------------------------------------------- */
 
 __device__ __forceinline__ uint32_t add_bf16x2(uint32_t x, uint32_t y)
@@ -118,6 +133,47 @@ __device__ __forceinline__ uint32_t mul_bf16x2(uint32_t x, uint32_t y)
     uint32_t z;
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
     return z;
+}
+
+__device__ __forceinline__ uint32_t add_f16x2(uint32_t x, uint32_t y)
+{
+    uint32_t z;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+    return z;
+}
+
+__device__ __forceinline__ uint32_t sub_f16x2(uint32_t x, uint32_t y)
+{
+    uint32_t z;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+    return z;
+}
+
+__device__ __forceinline__ uint32_t mul_f16x2(uint32_t x, uint32_t y)
+{
+    uint32_t z;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+    return z;
+}
+
+__device__ __forceinline__ uint32_t pack_f16(float low, float high)
+{
+    uint32_t y;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}
+
+/* Two pairs of FP16. */
+__device__ __forceinline__ uint32_t pack_e4m3_f16(uint32_t first, uint32_t second)
+{
+    uint32_t y;
+    asm("{\n\t.reg .b16 lo, hi;\n\t"
+        "cvt.rn.satfinite.e4m3x2.f16x2 lo, %1;\n\t"
+        "cvt.rn.satfinite.e4m3x2.f16x2 hi, %2;\n\t"
+        "mov.b32 %0, {lo, hi};\n\t}"
+        : "=r"(y)
+        : "r"(first), "r"(second));
+    return y;
 }
 
 __device__ __forceinline__ float low_value(uint32_t pair)
@@ -179,16 +235,16 @@ struct score_head {
     float g, back_g; /* second-level scale, and 1 / g */
     float m, back;   /* to E4M3, and 1 / m */
     bool broken;     /* something is not finite */
-    bool quick;      /* nothing leaves the normal numbers */
+    bool quick;      /* nothing leaves the normal numbers of BF16 on the short ways */
 };
 
 template <bool E4M3> __device__ __forceinline__ score_head score_head_of(float amax)
 {
     score_head h = {};
     h.broken = !(amax < FLOAT_INFINITY);
-    h.quick = amax > 0x1p-60f && amax < 0x1p60f;
+    h.quick = amax > 0x1p-60f && amax < 0x1p20f;
     h.g = pow2_scale_of(amax, E2M1_MAX * UE4M3_MAX);
-    h.back_g = __fdiv_rn(1.0f, h.g);
+    h.back_g = power_of_two(127 - (int)(__float_as_uint(h.g) >> 23));
     if (E4M3) {
         float decoded = h.broken ? 0.0f : amax;
         nvfp4_apply<1>(&decoded, h.g, nvfp4_amax_code(__fmul_rn(decoded, h.g)));
@@ -254,6 +310,14 @@ __device__ __forceinline__ uint32_t e2m1_pair(uint32_t p)
     return sub_bf16x2(add_bf16x2(clamped, magic), magic);
 }
 
+/* The same in FP16. */
+__device__ __forceinline__ uint32_t e2m1_pair_f16(uint32_t p)
+{
+    const uint32_t clamped = __vminu2(p & 0x7fff7fffu, 0x46004600u);
+    const uint32_t magic = __vmaxu2(clamped & 0x7c007c00u, 0x3c003c00u) + 0x24002400u;
+    return sub_f16x2(add_f16x2(clamped, magic), magic);
+}
+
 /* A block under its scale s, decoded. The quotient x g / s comes from a rounded reciprocal and is rounded to BF16
  * before E2M1: x has 8 bits and a tie times s at most 7, so that a tie becomes itself and everything else stays on its
  * side. */
@@ -277,6 +341,52 @@ __device__ __forceinline__ void nvfp4_decoded(uint32_t (&x)[8], float scale, con
         const uint32_t q = e2m1_pair(p) | (p & sign);
         x[i] = pack_bf16(low_value(q) * step, high_value(q) * step);
     }
+}
+
+/* A block of a quick head, as nvfp4_decoded and lower16 have it: in FP16, where E4M3 comes from. m y is q s m / g, with
+ * m / g an eighth or a quarter. An E4M3 value in FP16, moved three bits down, is 2^-112 of it in BF16. */
+__device__ __forceinline__ uint4 nvfp4_lowered(uint32_t (&x)[8], float scale, const score_head &h)
+{
+    const uint32_t sign = scale > 0.0f ? 0x80008000u : 0;
+    const float up = scale > 0.0f ? __fdividef(h.g, scale) : 0.0f, step = scale * (h.back_g * h.m);
+    const float down = h.back * 0x1p112f;
+    const uint32_t steps = pack_f16(step, step), downs = pack_bf16(down, down);
+    uint32_t codes[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        uint32_t y[2];
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const uint32_t pair = x[2 * i + j], p = pack_f16(low_value(pair) * up, high_value(pair) * up);
+            y[j] = mul_f16x2(e2m1_pair_f16(p) | (p & sign), steps);
+        }
+        codes[i] = pack_e4m3_f16(y[0], y[1]);
+        unpack_e4m3(codes[i], y[0], y[1]);
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            x[2 * i + j] = mul_bf16x2((y[j] & 0x7fff7fffu) >> 3 | (y[j] & 0x80008000u), downs);
+        }
+    }
+    return make_uint4(codes[0], codes[1], codes[2], codes[3]);
+}
+
+/* What a block becomes; its codes, if those are E4M3. */
+template <enum qk_scale RULE, bool E4M3>
+__device__ __forceinline__ uint4 publish_block(uint32_t (&x)[8], const score_head &h)
+{
+    if (h.broken) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            x[i] = BF16_NAN;
+        }
+        return make_uint4(E4M3_NAN, E4M3_NAN, E4M3_NAN, E4M3_NAN);
+    }
+    const float scale = nvfp4_scale<RULE>(x, h);
+    if (E4M3 && h.quick) {
+        return nvfp4_lowered(x, scale, h);
+    }
+    nvfp4_decoded(x, scale, h);
+    return E4M3 ? lower16(x, h.m, h.back) : make_uint4(0, 0, 0, 0);
 }
 
 /* ---- Q and K ----------------------------------------------------------------------------------------------- */
@@ -307,14 +417,6 @@ __device__ __forceinline__ void trade_back(const uint32_t (&x)[8], bool odd, uin
     second = make_uint4(b[0], b[1], b[2], b[3]);
 }
 
-__device__ __forceinline__ void fill_nan(uint32_t (&x)[8])
-{
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        x[i] = BF16_NAN;
-    }
-}
-
 /* Rows of a warp: thread and turn i have row 2 i + half, so two turns make a trade. */
 template <enum qk_scale RULE, bool E4M3>
 __device__ __forceinline__ void publish_scores(const score_operand &o, const publish_tile &t, int64_t tokens)
@@ -323,42 +425,39 @@ __device__ __forceinline__ void publish_scores(const score_operand &o, const pub
     const bool odd = lane % 2 == 1;
     const int64_t unit = t.batch * o.heads + t.head;
     uint4 raw[ROWS];
+    const bf16 *from = row_of(o.from, t, t.token + half) + d;
+    const int rows = (int)(tokens - t.token) - half; /* row 2 i exists if below */
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) {
-        const int64_t token = t.token + 2 * i + half;
-        raw[i] = token < tokens ? bf16x8_load(row_of(o.from, t, token) + d).words : make_uint4(0, 0, 0, 0);
+    for (int i = 0; i < ROWS; i++, from += 2 * o.from.token_stride) {
+        raw[i] = load_words(from, 2 * i < rows);
     }
     const score_head h = score_head_of<E4M3>(t.amax);
     if (E4M3 && t.first && threadIdx.x == 0) {
         o.inverse[unit] = h.back;
     }
     uint32_t largest = 0;
-    bf16 *to = o.to + unit * tokens * FEATURES + d;
+    const int64_t row = unit * tokens + t.token + half;
+    bf16 *to = o.to + row * FEATURES + d;
+    uint8_t *codes_to = o.rows + (row + (odd ? 2 : 0)) * FEATURES + d / 16 * 16;
 #pragma unroll
     for (int i = 0; i < ROWS; i += 2) {
         uint32_t x[8];
         trade(raw[i], raw[i + 1], odd, x);
-        if (h.broken) {
-            fill_nan(x);
-        } else {
-            nvfp4_decoded(x, nvfp4_scale<RULE>(x, h), h);
-        }
-        const int64_t first = t.token + 2 * i + half, own = first + (odd ? 2 : 0);
+        const uint4 codes = publish_block<RULE, E4M3>(x, h);
         if (E4M3) {
-            const uint4 codes = lower16(x, h.m, h.back);
-            if (own < tokens) {
-                *reinterpret_cast<uint4 *>(o.rows + (unit * tokens + own) * FEATURES + lane % 16 / 2 * 16) = codes;
+            if (2 * i + (odd ? 2 : 0) < rows) {
+                store_words(codes_to + 2 * i * FEATURES, codes);
             }
         } else if (o.decoded != NULL) {
             largest = __vmaxu2(largest, largest_pair<8>(x));
         }
         uint4 a, b;
         trade_back(x, odd, a, b);
-        if (first < tokens) {
-            bf16x8_store(to + first * FEATURES, {a});
+        if (2 * i < rows) {
+            store_words(to + 2 * i * FEATURES, a);
         }
-        if (first + 2 < tokens) {
-            bf16x8_store(to + (first + 2) * FEATURES, {b});
+        if (2 * i + 2 < rows) {
+            store_words(to + (2 * i + 2) * FEATURES, b);
         }
     }
     if (!E4M3 && o.decoded != NULL) {
@@ -471,8 +570,8 @@ __device__ __forceinline__ void store_column(const value_operand_sm90 &o, int64_
     for (int i = threadIdx.x; i < FEATURES * TOKENS / 16; i += THREADS) {
         const int d = i / 8, quad = i % 8 * 4;
         const uint32_t *x = s.words[d];
-        *reinterpret_cast<uint4 *>(to + d * padded + quad * 4) = make_uint4(
-            x[value_word(d, quad)], x[value_word(d, quad + 1)], x[value_word(d, quad + 2)], x[value_word(d, quad + 3)]);
+        store_words(to + d * padded + quad * 4, make_uint4(x[value_word(d, quad)], x[value_word(d, quad + 1)],
+                                                           x[value_word(d, quad + 2)], x[value_word(d, quad + 3)]));
     }
 }
 
@@ -483,13 +582,14 @@ __device__ __forceinline__ void publish_values(const value_operand_sm90 &o, cons
     const int64_t unit = t.batch * heads + t.head;
     const bool broken = !(t.amax < FLOAT_INFINITY);
     uint4 raw[ROWS];
+    const bf16 *from = row_of(o.from, t, t.token) + d;
+    const int rows = (int)(tokens - t.token);
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
-        const int64_t token = t.token + value_row(i, half);
-        raw[i] = make_uint4(0, 0, 0, 0);
-        if (token < tokens) {
-            raw[i] = broken ? make_uint4(BF16_NAN, BF16_NAN, BF16_NAN, BF16_NAN)
-                            : bf16x8_load(row_of(o.from, t, token) + d).words;
+        const int row = value_row(i, half);
+        raw[i] = load_words(from + row * o.from.token_stride, row < rows);
+        if (broken && row < rows) {
+            raw[i] = make_uint4(BF16_NAN, BF16_NAN, BF16_NAN, BF16_NAN);
         }
     }
     const int k = multiplier_exponent(o.fp8 ? MULTIPLIER_FP8 : o.nearest ? MULTIPLIER_NEAREST : MULTIPLIER_OCP, t.amax);
@@ -522,12 +622,12 @@ __device__ __forceinline__ void publish_values(const value_operand_sm90 &o, cons
             s.words[d + 2 * w + 1][value_word(d, word)] = p.codes[1][c];
         }
     }
-    bf16 *to = o.to + unit * tokens * FEATURES + d;
+    bf16 *to = o.to + (unit * tokens + t.token) * FEATURES + d;
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
-        const int64_t token = t.token + value_row(i, half);
-        if (token < tokens) {
-            bf16x8_store(to + token * FEATURES, {raw[i]});
+        const int row = value_row(i, half);
+        if (row < rows) {
+            store_words(to + row * FEATURES, raw[i]);
         }
     }
     __syncthreads();
@@ -536,52 +636,53 @@ __device__ __forceinline__ void publish_values(const value_operand_sm90 &o, cons
 
 /* ---- kernels ----------------------------------------------------------------------------------------------- */
 
-/* Grid (heads of Q, K and V from plan.first on, blocks of 128 tokens, batch). */
+/* Grid (heads of Q, K and V from plan.first on, blocks of 128 tokens, batch). kind: 0 Q, 1 K, 2 V. */
+__device__ __forceinline__ publish_tile tile_of(const publish_plan &p, int &slot, int &kind)
+{
+    const int heads = (int)p.scores[0].heads, kv_heads = (int)p.scores[1].heads;
+    publish_tile t = {};
+    slot = (int)blockIdx.x + p.first;
+    kind = slot < heads ? 0 : slot < heads + kv_heads ? 1 : 2;
+    t.head = kind == 0 ? slot : kind == 1 ? slot - heads : slot - heads - kv_heads;
+    t.batch = (int)blockIdx.z;
+    t.token = (int)blockIdx.y * TOKENS + (int)threadIdx.x / 32 * (2 * ROWS);
+    t.first = blockIdx.y == 0;
+    slot += t.batch * (heads + 2 * kv_heads);
+    return t;
+}
+
 template <enum qk_scale RULE, bool E4M3>
 static __global__ void __launch_bounds__(THREADS, RULE == QK_SCALE_AMAX ? 3 : 2) publish_kernel(const publish_plan p)
 {
     __shared__ value_shared shared;
-    const int heads = (int)(p.q.heads + 2 * p.k.heads), slot = (int)blockIdx.x + p.first;
-    publish_tile t = {};
-    t.batch = (int)blockIdx.z;
-    t.token = (int)blockIdx.y * TOKENS + (int)threadIdx.x / 32 * (2 * ROWS);
-    t.amax = p.amax[t.batch * heads + slot];
-    t.first = blockIdx.y == 0;
-    if (slot < p.q.heads) {
-        t.head = slot;
-        publish_scores<RULE, E4M3>(p.q, t, p.tokens);
-    } else if (slot < p.q.heads + p.k.heads) {
-        t.head = slot - (int)p.q.heads;
-        publish_scores<RULE, E4M3>(p.k, t, p.tokens);
+    int slot, kind;
+    publish_tile t = tile_of(p, slot, kind);
+    t.amax = p.amax[slot];
+    if (kind < 2) {
+        publish_scores<RULE, E4M3>(p.scores[kind], t, p.tokens);
     } else {
-        t.head = slot - (int)(p.q.heads + p.k.heads);
-        publish_values(p.v, t, p.tokens, p.padded, p.k.heads, shared);
+        publish_values(p.v, t, p.tokens, p.padded, p.scores[1].heads, shared);
     }
 }
 
-/* The same grid. */
 static __global__ void __launch_bounds__(THREADS) measure_kernel(const publish_plan p, uint32_t *amax)
 {
-    const int heads = (int)(p.q.heads + 2 * p.k.heads), slot = (int)blockIdx.x + p.first;
-    const int lane = threadIdx.x % 32, of_k = slot - (int)p.q.heads, of_v = of_k - (int)p.k.heads;
-    publish_tile t = {};
-    t.batch = (int)blockIdx.z;
-    t.token = (int)blockIdx.y * TOKENS + (int)threadIdx.x / 32 * (2 * ROWS);
-    t.head = of_v >= 0 ? of_v : of_k >= 0 ? of_k : slot;
-    const head_view &from = of_v >= 0 ? p.v.from : of_k >= 0 ? p.k.from : p.q.from;
+    const int lane = threadIdx.x % 32;
+    int slot, kind;
+    const publish_tile t = tile_of(p, slot, kind);
+    const head_view &view = kind == 2 ? p.v.from : p.scores[kind].from;
+    const bf16 *from = row_of(view, t, t.token + lane / 16) + lane % 16 * 8;
+    const int rows = (int)(p.tokens - t.token) - lane / 16;
     uint32_t largest = 0;
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) {
-        const int64_t token = t.token + 2 * i + lane / 16;
-        if (token < p.tokens) {
-            const uint4 x = bf16x8_load(row_of(from, t, token) + lane % 16 * 8).words;
-            const uint32_t words[4] = {x.x, x.y, x.z, x.w};
-            largest = __vmaxu2(largest, largest_pair<4>(words));
-        }
+    for (int i = 0; i < ROWS; i++, from += 2 * view.token_stride) {
+        const uint4 x = load_words(from, 2 * i < rows);
+        const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+        largest = __vmaxu2(largest, largest_pair<4>(words));
     }
     largest = __reduce_max_sync(0xffffffffu, larger_bits(largest));
     if (lane == 0) {
-        atomicMax(amax + t.batch * heads + slot, largest);
+        atomicMax(amax + slot, largest);
     }
 }
 
@@ -600,9 +701,9 @@ static __global__ void lower_rows_kernel(bf16 *x, int64_t per_head, const uint32
         bf16 *at = x + head * per_head + i;
         const uint4 a = bf16x8_load(at).words, b = bf16x8_load(at + 8).words;
         uint32_t y[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-        *reinterpret_cast<uint4 *>(rows + head * per_head + i) = lower16(y, m, back);
-        bf16x8_store(at, {make_uint4(y[0], y[1], y[2], y[3])});
-        bf16x8_store(at + 8, {make_uint4(y[4], y[5], y[6], y[7])});
+        store_words(rows + head * per_head + i, lower16(y, m, back));
+        store_words(at, make_uint4(y[0], y[1], y[2], y[3]));
+        store_words(at + 8, make_uint4(y[4], y[5], y[6], y[7]));
     }
 }
 
@@ -614,8 +715,8 @@ static publish_plan plan_of(const struct attention_publish_sm90 *a)
     const struct attention_recipe *recipe = a->recipe;
     publish_plan p = {};
     p.amax = a->amax;
-    p.q = {a->q, s->heads, a->own_q, a->q8, a->q_inverse, NULL};
-    p.k = {a->k, s->kv_heads, a->own_k, a->k8, a->k_inverse, NULL};
+    p.scores[0] = {a->q, s->heads, a->own_q, a->q8, a->q_inverse, NULL};
+    p.scores[1] = {a->k, s->kv_heads, a->own_k, a->k8, a->k_inverse, NULL};
     p.v = {a->v,
            a->own_v,
            a->v_column,
@@ -674,8 +775,8 @@ void attention_publish_heads_sm90(const struct cuda *on, const struct attention_
     }
     if (e4m3 && rule != QK_SCALE_AMAX) {
         const int64_t q_heads = a->shape.batch * a->shape.heads, kv_heads = a->shape.batch * a->shape.kv_heads;
-        p.q.decoded = a->decoded;
-        p.k.decoded = a->decoded + q_heads;
+        p.scores[0].decoded = a->decoded;
+        p.scores[1].decoded = a->decoded + q_heads;
         cuda_zero(on, a->decoded, (size_t)(q_heads + kv_heads) * sizeof *a->decoded);
     }
     if (rule == QK_SCALE_FOLDED) {
@@ -688,8 +789,8 @@ void attention_publish_heads_sm90(const struct cuda *on, const struct attention_
         publish_kernel<QK_SCALE_AMAX, false><<<grid, THREADS, 0, on->stream>>>(p);
     }
     cuda_launched(on, "attention publish");
-    if (p.q.decoded != NULL) {
-        lower_rows(on, a, p.q);
-        lower_rows(on, a, p.k);
+    if (p.scores[0].decoded != NULL) {
+        lower_rows(on, a, p.scores[0]);
+        lower_rows(on, a, p.scores[1]);
     }
 }
