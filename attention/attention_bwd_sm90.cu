@@ -179,7 +179,7 @@ static __device__ __forceinline__ void compute(const struct bwd_plan &p, const s
         wgmma_pin(y);
         wgmma_pin(dsx);
         __syncwarp();
-        if (lane == 0) {
+        if (WARP_ARRIVALS == 32 || lane == 0) {
             mbarrier_arrive(barrier_at(s, EMPTY + stage));
         }
         if (i > 0) {

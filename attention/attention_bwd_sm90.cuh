@@ -128,7 +128,7 @@ static __device__ __forceinline__ struct shared shared_open(char *raw, int at)
     if (threadIdx.x == 0) {
         for (int i = 0; i < BWD_STAGES; i++) {
             mbarrier_init(barrier_at(s, FULL + i), 1);
-            mbarrier_init(barrier_at(s, EMPTY + i), 8); /* a lane of each computing warp */
+            mbarrier_init(barrier_at(s, EMPTY + i), 8 * WARP_ARRIVALS); /* of the computing warps */
         }
         for (int i = 0; i < BWD_DS_BUFFERS; i++) {
             mbarrier_init(barrier_at(s, DS_FULL + i), 8);

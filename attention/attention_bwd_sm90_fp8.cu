@@ -259,7 +259,7 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
         wgmma_pin(px);
         wgmma_pin(dsx);
         __syncwarp();
-        if (lane == 0) {
+        if (WARP_ARRIVALS == 32 || lane == 0) {
             mbarrier_arrive(barrier_at(s, EMPTY + stage));
         }
         if (i > 0) {
