@@ -217,8 +217,31 @@ static bool takes_amax_sm90(const struct attention_recipe *recipe)
     return (recipe->qk != QK_BF16 || recipe->pv != PV_BF16) && !recipe->k_center;
 }
 
+/* A view that TMA and 16-byte accesses can take; strides of dimensions with one entry are not looked at. */
+static bool fits(const struct attention_shape *s, int64_t heads, const struct head_view *x)
+{
+    const int64_t strides =
+        (s->batch > 1 ? x->batch_stride : 0) | (s->tokens > 1 ? x->token_stride : 0) | (heads > 1 ? x->head_stride : 0);
+    return ((uintptr_t)x->data | (uintptr_t)strides * sizeof(bf16)) % 16 == 0;
+}
+
+/* A call with other views would be an illegal access: nothing is launched, and the next cuda_sync says why. */
+static bool all_fit(const struct cuda *on, bool fit)
+{
+    if (!fit) {
+        cuda_note(on, "attention, sm90: data and strides of all views must be multiples of 16 bytes",
+                  (int)cudaErrorInvalidValue);
+    }
+    return fit;
+}
+
 static void fwd_sm90(const struct attention_fwd *a)
 {
+    const struct attention_shape *s = &a->shape;
+    if (!all_fit(a->cuda, fits(s, s->heads, &a->q) && fits(s, s->kv_heads, &a->k) && fits(s, s->kv_heads, &a->v) &&
+                              fits(s, s->heads, &a->out))) {
+        return;
+    }
     if (a->stats != NULL) {
         attention_variant_cuda.fwd(a);
     } else {
@@ -228,6 +251,12 @@ static void fwd_sm90(const struct attention_fwd *a)
 
 static void bwd_sm90(const struct attention_bwd *a)
 {
+    const struct attention_shape *s = &a->shape;
+    if (!all_fit(a->cuda, fits(s, s->heads, &a->q) && fits(s, s->kv_heads, &a->k) && fits(s, s->kv_heads, &a->v) &&
+                              fits(s, s->heads, &a->out) && fits(s, s->heads, &a->dout) && fits(s, s->heads, &a->dq) &&
+                              fits(s, s->kv_heads, &a->dk) && fits(s, s->kv_heads, &a->dv))) {
+        return;
+    }
     if (a->stats != NULL || attention_bwd_refuses_sm90(&a->shape, a->recipe) != NULL) {
         attention_variant_cuda.bwd(a);
     } else {
