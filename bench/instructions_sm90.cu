@@ -135,6 +135,16 @@ INSTRUCTION(bytes, "prmt.b32", "prmt.b32 %0, %0, %1, 0x5410;");
 INSTRUCTION(bytes_by_word, "prmt.b32, selector in a register", "prmt.b32 %0, %2, %1, %0;");
 INSTRUCTION(select_f, "setp.gt.f32 and selp",
             "{\n\t.reg .pred p;\n\tsetp.gt.f32 p, %0, %2;\n\tselp.b32 %0, %1, %0, p;\n\t}");
+/* Pairs: the sum of two that share a pipe, else the slower one. */
+INSTRUCTION(logic_cvt, "lop3.b32 and cvt.rn.bf16x2.f32",
+            "lop3.b32 %0, %0, %1, %2, 0xca;\n\tcvt.rn.bf16x2.f32 %0, %0, %1;");
+INSTRUCTION(logic_mad, "lop3.b32 and mad.lo.u32", "lop3.b32 %0, %0, %1, %2, 0xca;\n\tmad.lo.u32 %0, %0, %2, %1;");
+INSTRUCTION(logic_fma, "lop3.b32 and fma.rn.f32", "lop3.b32 %0, %0, %1, %2, 0xca;\n\tfma.rn.f32 %0, %0, %2, %1;");
+INSTRUCTION(fma_mad, "fma.rn.f32 and mad.lo.u32", "fma.rn.f32 %0, %0, %2, %1;\n\tmad.lo.u32 %0, %0, %2, %1;");
+INSTRUCTION(half_max_cvt, "max.f16x2 and cvt.rn.bf16x2.f32", "max.f16x2 %0, %0, %1;\n\tcvt.rn.bf16x2.f32 %0, %0, %1;");
+INSTRUCTION(half_mul_logic, "mul.rn.f16x2 and lop3.b32", "mul.rn.f16x2 %0, %0, %1;\n\tlop3.b32 %0, %0, %1, %2, 0xca;");
+INSTRUCTION(ex2_cvt, "ex2.approx.ftz.f32 and cvt.rn.bf16x2.f32",
+            "ex2.approx.ftz.f32 %0, %0;\n\tcvt.rn.bf16x2.f32 %0, %0, %1;");
 INSTRUCTION(shuffle, "shfl.bfly", "shfl.sync.bfly.b32 %0, %0, 1, 31, 0xffffffff;");
 
 enum { STEPS = 64 };
@@ -187,5 +197,6 @@ int main()
     instructions<to_bf16, to_f16, to_f16_down, to_e4m3, to_e5m2, half_to_e4m3, from_e4m3>(b);
     instructions<half_mul, half_fma, half_max, bf16_mul>(b);
     instructions<max_s, max_u16, add_i, mad_low, mad_high, logic, shift, bytes, bytes_by_word, select_f, shuffle>(b);
+    instructions<logic_cvt, logic_mad, logic_fma, fma_mad, half_max_cvt, half_mul_logic, ex2_cvt>(b);
     return 0;
 }

@@ -167,10 +167,38 @@ static __device__ __forceinline__ void load_for_both(uint32_t to, const void *fr
                  : "memory");
 }
 
-template <bool MULTICAST>
-static __global__ void __cluster_dims__(2) __launch_bounds__(THREADS, 1)
-    load_kernel(float *out, long long *clocks, const unsigned char *region)
+static __device__ __forceinline__ void load_tensor_for_both(uint32_t to, const CUtensorMap *map, int row,
+                                                            uint32_t barrier)
 {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+                 "[%1, {%2, %3}], [%4], %5;" ::"r"(to),
+                 "l"(map), "r"(0), "r"(row), "r"(barrier), "h"((uint16_t)3)
+                 : "memory");
+}
+
+enum how { OWN, OWN_TENSOR, BOTH, BOTH_TENSOR };
+
+/* half: 4 KB of the region, as 32 rows of 128 bytes. */
+template <how HOW>
+static __device__ __forceinline__ void load_half(uint32_t to, const unsigned char *region, const CUtensorMap *map,
+                                                 int half, uint32_t barrier)
+{
+    if (HOW == OWN) {
+        bulk_load(to, region + (int64_t)half * (COPY / 2), COPY / 2, barrier);
+    } else if (HOW == OWN_TENSOR) {
+        tma_load_2d(to, map, barrier, 0, half * 32);
+    } else if (HOW == BOTH) {
+        load_for_both(to, region + (int64_t)half * (COPY / 2), COPY / 2, barrier);
+    } else {
+        load_tensor_for_both(to, map, half * 32, barrier);
+    }
+}
+
+template <how HOW>
+static __global__ void __cluster_dims__(2) __launch_bounds__(THREADS, 1)
+    load_kernel(float *out, long long *clocks, const unsigned char *region, const __grid_constant__ CUtensorMap map)
+{
+    const bool MULTICAST = HOW >= BOTH;
     extern __shared__ __align__(128) unsigned char memory[];
     __shared__ uint64_t barriers[2 * STAGES];
     const uint32_t full = barriers_open(barriers, MULTICAST ? 2 : 1), base = shared_address(memory);
@@ -186,14 +214,13 @@ static __global__ void __cluster_dims__(2) __launch_bounds__(THREADS, 1)
             }
         }
         if (i < ROUNDS) {
-            const unsigned char *from = region + ((int64_t)(blockIdx.x / 2) * 7919 + i) % (REGION / COPY) * COPY;
+            const int from = (blockIdx.x / 2 * 7919 + i) % (REGION / COPY) * 2;
             mbarrier_wait(empty + 8 * stage, (i / STAGES & 1) ^ 1);
             mbarrier_expect(full + 8 * stage, COPY);
-            if (MULTICAST) {
-                const int half = rank * COPY / 2;
-                load_for_both(base + stage * COPY + half, from + half, COPY / 2, full + 8 * stage);
-            } else {
-                bulk_load(base + stage * COPY, from, COPY, full + 8 * stage);
+            for (int half = 0; half < 2; half++) {
+                if (!MULTICAST || half == (int)rank) {
+                    load_half<HOW>(base + stage * COPY + half * COPY / 2, region, &map, from + half, full + 8 * stage);
+                }
             }
         }
     }
@@ -204,6 +231,19 @@ static __global__ void __cluster_dims__(2) __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) {
         clocks[blockIdx.x] = stop - start;
     }
+}
+
+static CUtensorMap region_map(const unsigned char *region)
+{
+    struct cuda nobody = {}; /* errors are kept by none: a wrong map fails the kernel */
+    struct tensor_map_shape s = {};
+    s.data = region;
+    s.type = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+    s.rank = 2;
+    s.extent[0] = s.box[0] = s.stride[0] = 128;
+    s.extent[1] = REGION / 128;
+    s.box[1] = 32;
+    return tensor_map(&nobody, &s);
 }
 
 static void row(const char *name, double clocks)
@@ -229,7 +269,10 @@ int main()
     row("st.async.v4 to the other, one at a time", clocks_of(b, exchange_kernel<false>, MEMORY, 1));
     row("st.async.v4 to the other, two ahead", clocks_of(b, exchange_kernel<false>, MEMORY, 2));
     row("st.async.v4 to the other, four ahead", clocks_of(b, exchange_kernel<false>, MEMORY, 4));
-    row("from L2, each block its own load", clocks_of(b, load_kernel<false>, MEMORY, region));
-    row("from L2, half each, multicast", clocks_of(b, load_kernel<true>, MEMORY, region));
+    const CUtensorMap map = region_map(region);
+    row("from L2, each block its own, bulk", clocks_of(b, load_kernel<OWN>, MEMORY, region, map));
+    row("from L2, each block its own, tensor", clocks_of(b, load_kernel<OWN_TENSOR>, MEMORY, region, map));
+    row("from L2, half each for both, bulk", clocks_of(b, load_kernel<BOTH>, MEMORY, region, map));
+    row("from L2, half each for both, tensor", clocks_of(b, load_kernel<BOTH_TENSOR>, MEMORY, region, map));
     return 0;
 }
