@@ -17,16 +17,18 @@ static inline bool *gpu_small(void)
     return &small;
 }
 
-/* The command line of a test program: a pattern that chooses tests by name ('*length*'), or --small, for
- * compute-sanitizer, under which kernels run hundreds of times slower: tests named *_large are left out, and tables
+/* The command line of a test program: [--small] [PATTERN]. The pattern chooses tests by name ('*length*'). --small is
+ * for compute-sanitizer, under which kernels run hundreds of times slower: tests named *_large are left out, and tables
  * that ask gpu_leaves_out run a sample. */
 static inline void gpu_arguments(int argc, char **argv)
 {
     *gpu_small() = argc > 1 && strcmp(argv[1], "--small") == 0;
+    int pattern = *gpu_small() ? 2 : 1;
     if (*gpu_small()) {
         cmocka_set_skip_filter("*_large");
-    } else if (argc > 1) {
-        cmocka_set_test_filter(argv[1]);
+    }
+    if (argc > pattern) {
+        cmocka_set_test_filter(argv[pattern]);
     }
 }
 
