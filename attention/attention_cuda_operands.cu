@@ -130,7 +130,12 @@ static __global__ void __launch_bounds__(THREADS) scores_kernel(head_tensor x, c
     float block[QK_BLOCK], m[QK_BLOCK];
     load16(token_of(x, head, row % x.tokens) + d, block);
     const float block_amax = magnitudes<QK_BLOCK>(block, g, m);
-    const uint8_t code = MSE && block_amax > 0.0f ? nvfp4_mse_code(m, block_amax) : nvfp4_amax_code(block_amax);
+    uint8_t code = nvfp4_amax_code(block_amax);
+    if (MSE && block_amax > 0.0f) {
+        code = nvfp4_mse_code(
+            block_amax, [&m](float scale) { return squared_gain<QK_BLOCK>(m, scale); },
+            [&m](float scale) { return squared_error(m, scale); });
+    }
     nvfp4_apply<QK_BLOCK>(block, g, code);
     store16(block, to);
 }

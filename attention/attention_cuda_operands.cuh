@@ -29,9 +29,8 @@ __device__ __forceinline__ float pow2_scale_of(float amax, float limit)
 
 /* ---- NVFP4 rows (numerics/blocks.c) ----------------------------------------------------------------------- */
 
-/* By how much coding n magnitudes with `scale` lessens sum x^2, over the scale. The FP32 sum is exact, see
- * numerics/blocks.c. */
-template <int N> __device__ __forceinline__ float squared_gain_sum(const float *x, float scale)
+/* By how much coding n magnitudes with `scale` lessens sum x^2. The FP32 sum is exact, see numerics/blocks.c. */
+template <int N> __device__ __forceinline__ double squared_gain(const float *x, float scale)
 {
     const float inverse = __fdiv_rn(1.0f, scale);
     float sum = 0.0f;
@@ -40,12 +39,7 @@ template <int N> __device__ __forceinline__ float squared_gain_sum(const float *
         const float q = e2m1_round(__fmul_rn(x[i], inverse));
         sum += q * (2.0f * x[i] - q * scale);
     }
-    return sum;
-}
-
-template <int N> __device__ __forceinline__ double squared_gain(const float *x, float scale)
-{
-    return (double)squared_gain_sum<N>(x, scale) * (double)scale;
+    return (double)sum * (double)scale;
 }
 
 __device__ __forceinline__ float squared_error(const float *x, float scale)
@@ -66,8 +60,10 @@ __device__ __forceinline__ uint8_t nvfp4_amax_code(float amax)
 }
 
 /* The code with the least squared error among those in [.25, 1.25] amax / 6, the lowest on a tie. Small codes that clip
- * too much to win are passed over, by a bound with room for its own rounding. */
-static __device__ uint8_t nvfp4_mse_code(const float *x, float amax)
+ * too much to win are passed over, by a bound with room for its own rounding. gain_of(scale), error_of(scale): of the
+ * block. */
+template <class GAIN, class ERROR>
+__device__ __forceinline__ uint8_t nvfp4_mse_code(float amax, GAIN gain_of, ERROR error_of)
 {
     int first = ue4m3_from_float(__fdiv_rn(amax, 24.0f)), last = ue4m3_from_float(__fdiv_rn(5.0f * amax, 24.0f));
     first += 24.0 * (double)ue4m3_to_float((uint8_t)first) < (double)amax ? 1 : 0;
@@ -77,7 +73,7 @@ static __device__ uint8_t nvfp4_mse_code(const float *x, float amax)
         return (uint8_t)start;
     }
     start = min(start, last);
-    const float bound = 1.0001f * squared_error(x, ue4m3_to_float((uint8_t)start));
+    const float bound = 1.0001f * error_of(ue4m3_to_float((uint8_t)start));
     while (first < start) {
         const float clipped = amax - E2M1_MAX * ue4m3_to_float((uint8_t)first);
         if (!(clipped > 0.0f && clipped * clipped > bound)) {
@@ -88,7 +84,7 @@ static __device__ uint8_t nvfp4_mse_code(const float *x, float amax)
     int best = first;
     double best_gain = -1.0;
     for (int code = first; code <= last; code++) {
-        const double gain = squared_gain<QK_BLOCK>(x, ue4m3_to_float((uint8_t)code));
+        const double gain = gain_of(ue4m3_to_float((uint8_t)code));
         best = gain > best_gain ? code : best;
         best_gain = gain > best_gain ? gain : best_gain;
     }

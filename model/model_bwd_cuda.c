@@ -4,6 +4,7 @@
 #include "model/linear_format.h"
 #include "model/model_cuda.h"
 #include "model/rmsnorm.h"
+#include "model/rope.h"
 #include "model/swiglu.h"
 
 #include <stdio.h>
@@ -118,14 +119,22 @@ static void attention_back(const struct pass *w, int index)
                                                     .unordered = m->options.unordered});
     model_group_close(m);
     model_group_open(m, "rope backward");
-    model_rotate_cuda(w, g->dqkv, h.qkv_stride, true);
+    /* With norms of heads, dQ and dK are not final yet. */
+    float *amax = model_amax_cuda(m, index, PROJECTION_QKV, true);
+    bool measured = amax && !c->qk_norm && rope_measures(D);
+    model_rotate_cuda(w, g->dqkv, h.qkv_stride, true,
+                      measured ? &(struct rope_largest){.beside = g->dqkv + h.q + h.kv,
+                                                        .beside_stride = h.qkv_stride,
+                                                        .beside_heads = c->kv_heads,
+                                                        .amax = amax,
+                                                        .of_all = true}
+                               : NULL);
     if (c->qk_norm) {
         const struct layer *layer = &m->layers[index];
         norm_heads_back(w, k, 0, c->heads, layer->q_norm, k->q_inv);
         norm_heads_back(w, k, c->heads, c->kv_heads, layer->k_norm, k->k_inv);
     }
-    float *amax = model_amax_cuda(m, index, PROJECTION_QKV, true);
-    if (amax) {
+    if (amax && !measured) {
         linear_amax_cuda(g->dqkv, w->n * h.qkv_stride, amax, m->options.cuda);
     }
     model_group_close(m);

@@ -20,6 +20,7 @@
 #include "model/model_state.h"
 
 struct cuda;
+struct rope_largest;
 
 enum {
     MODEL_HEAD_ROWS = 2048, /* rows whose logits exist at once (8B: 1.5 GiB in FP32 and BF16); part of the bits */
@@ -109,7 +110,7 @@ struct norm {
 };
 void model_norm_cuda(const struct pass *w, const struct norm *norm);
 void model_project_cuda(const struct pass *w, int layer, enum projection p, const bf16 *x, bf16 *y);
-void model_rotate_cuda(const struct pass *w, bf16 *x, int64_t stride, bool inverse);
+void model_rotate_cuda(const struct pass *w, bf16 *x, int64_t stride, bool inverse, const struct rope_largest *largest);
 /* From normed (of the input) to branch; then from normed (of the middle) to gate_up. */
 void model_attend_cuda(const struct pass *w, int layer, bool again);
 void model_gate_up_cuda(const struct pass *w, int layer);

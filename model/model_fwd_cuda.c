@@ -100,42 +100,39 @@ static void norm_heads(const struct pass *w, const struct kept *k, int64_t first
                      m->options.cuda);
 }
 
-void model_rotate_cuda(const struct pass *w, bf16 *x, int64_t stride, bool inverse)
+void model_rotate_cuda(const struct pass *w, bf16 *x, int64_t stride, bool inverse, const struct rope_largest *largest)
 {
     const struct model *m = w->m;
     const struct model_config *c = &m->config;
-    rope_apply_cuda(&(struct rope_apply){.x = x,
-                                         .rows = w->n,
-                                         .row_stride = stride,
-                                         .heads = c->heads + c->kv_heads,
-                                         .head_dim = c->head_dim,
-                                         .cosine = m->cosine,
-                                         .sine = m->sine,
-                                         .inverse = inverse},
-                    w->batch->length, m->options.cuda);
+    const struct rope_apply rope = {.x = x,
+                                    .rows = w->n,
+                                    .row_stride = stride,
+                                    .heads = c->heads + c->kv_heads,
+                                    .head_dim = c->head_dim,
+                                    .cosine = m->cosine,
+                                    .sine = m->sine,
+                                    .inverse = inverse};
+    if (largest) {
+        rope_measure_cuda(&rope, largest, w->batch->length, m->options.cuda);
+    } else {
+        rope_apply_cuda(&rope, w->batch->length, m->options.cuda);
+    }
 }
 
 /* Turns Q and K; on the way, for an attention that takes it, the largest magnitude of every head. Returns those. */
 static const float *rotate_measured(const struct pass *w, const struct kept *k)
 {
     const struct model *m = w->m;
-    const struct model_config *c = &m->config;
-    struct heads h = model_heads(c);
     const struct attention_variant *variant = m->options.variant;
-    if (variant->takes_amax == NULL || !variant->takes_amax(&m->options.attention)) {
-        model_rotate_cuda(w, k->rotated, h.qk_stride, false);
-        return NULL;
-    }
-    rope_measure_cuda(&(struct rope_apply){.x = k->rotated,
-                                           .rows = w->n,
-                                           .row_stride = h.qk_stride,
-                                           .heads = c->heads + c->kv_heads,
-                                           .head_dim = c->head_dim,
-                                           .cosine = m->cosine,
-                                           .sine = m->sine},
-                      &(struct rope_beside){.x = k->qkv + h.q + h.kv, .row_stride = h.qkv_stride, .heads = c->kv_heads},
-                      w->batch->length, m->gpu->head_amax, m->options.cuda);
-    return m->gpu->head_amax;
+    struct heads h = model_heads(&m->config);
+    bool takes = variant->takes_amax != NULL && variant->takes_amax(&m->options.attention);
+    model_rotate_cuda(w, k->rotated, h.qk_stride, false,
+                      takes ? &(struct rope_largest){.beside = k->qkv + h.q + h.kv,
+                                                     .beside_stride = h.qkv_stride,
+                                                     .beside_heads = m->config.kv_heads,
+                                                     .amax = m->gpu->head_amax}
+                            : NULL);
+    return takes ? m->gpu->head_amax : NULL;
 }
 
 static void attention(const struct pass *w, int layer, const float *head_amax, bool again)

@@ -26,12 +26,19 @@ void rope_apply_cpu(const struct rope_apply *a);
  * bytes. The bits of rope_apply_cpu. */
 void rope_apply_cuda(const struct rope_apply *a, int64_t length, const struct cuda *on);
 
-/* The same, and amax (samples, heads + beside heads) fp32: the largest |x| of each head of each sample once turned,
- * then of the heads beside, which are only read; Infinity if anything is not finite. Whole samples: rows a multiple of
- * `length`. D / 16 a power of two, at most 32; D a multiple of 16, strides of 8, addresses of 16 bytes. */
-struct rope_beside {
-    const bf16 *x; /* (rows, heads, D) */
-    int64_t row_stride, heads;
+/* The same, and the largest |x| of what it made; Infinity if anything is not finite. Heads beside those that turn are
+ * only read. D as rope_measures has it. */
+struct rope_largest {
+    const bf16 *beside; /* (rows, beside_heads, D) */
+    int64_t beside_stride, beside_heads;
+    float *amax; /* of_all: one number. Else (samples, heads + beside_heads), of each head of each sample; rows are a
+                    multiple of `length` */
+    bool of_all;
 };
-void rope_measure_cuda(const struct rope_apply *a, const struct rope_beside *beside, int64_t length, float *amax,
+static inline bool rope_measures(int64_t head_dim)
+{
+    int64_t vectors = head_dim / 16;
+    return head_dim % 16 == 0 && vectors >= 1 && vectors <= 32 && (vectors & (vectors - 1)) == 0;
+}
+void rope_measure_cuda(const struct rope_apply *a, const struct rope_largest *largest, int64_t length,
                        const struct cuda *on);

@@ -32,6 +32,23 @@ __device__ __forceinline__ void turn8(bf16x8 &low, bf16x8 &high, const float *co
     high = bf16x8_pack(turned_y);
 }
 
+__device__ __forceinline__ void load_angles(const rope_apply &a, int64_t at, float *cosine, float *sine)
+{
+    load8(a.cosine + at, cosine);
+    load8(a.sine + at, sine);
+    if (a.inverse) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            sine[i] = -sine[i];
+        }
+    }
+}
+
+static int groups_of(int64_t heads)
+{
+    return (int)((heads + ROPE_HEADS - 1) / ROPE_HEADS);
+}
+
 /* Threads run over (row, group of heads, eight pairs), the last fastest. */
 static __global__ void __launch_bounds__(ROPE_THREADS)
     rope_apply_kernel(const rope_apply a, int64_t length, int vectors, int head_groups)
@@ -55,15 +72,7 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
         }
     }
     float cosine[8], sine[8];
-    const int64_t angle_at = row % length * half + feature;
-    load8(a.cosine + angle_at, cosine);
-    load8(a.sine + angle_at, sine);
-    if (a.inverse) {
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            sine[i] = -sine[i];
-        }
-    }
+    load_angles(a, row % length * half + feature, cosine, sine);
 #pragma unroll
     for (int h = 0; h < ROPE_HEADS; h++) {
         if (head + h < a.heads) {
@@ -77,7 +86,7 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
 void rope_apply_cuda(const rope_apply *a, int64_t length, const cuda *on)
 {
     ASSERT(length > 0 && a->head_dim > 0 && a->head_dim % 16 == 0 && a->row_stride % 8 == 0);
-    const int vectors = (int)a->head_dim / 16, head_groups = (int)(a->heads + ROPE_HEADS - 1) / ROPE_HEADS;
+    const int vectors = (int)a->head_dim / 16, head_groups = groups_of(a->heads);
     const int64_t threads = a->rows * vectors * head_groups;
     if (threads > 0) {
         rope_apply_kernel<<<cuda_blocks(threads, ROPE_THREADS), ROPE_THREADS, 0, on->stream>>>(*a, length, vectors,
@@ -88,7 +97,12 @@ void rope_apply_cuda(const rope_apply *a, int64_t length, const cuda *on)
 
 /* ---- with largest magnitudes ------------------------------------------------------------------------------- */
 
-enum { MEASURE_ROWS = 4 }; /* of a thread, one after the other: fewer atomics */
+/* A block has ROPE_THREADS / vectors rows of one sample and a group of heads, those that turn first, then those beside.
+ * Neighbouring blocks have neighbouring groups: rows are touched whole. */
+struct measure_shape {
+    int64_t length, slices;          /* blocks of rows a sample */
+    int vectors, groups, all_groups; /* groups: of heads that turn */
+};
 
 __device__ __forceinline__ uint32_t larger_pair(uint32_t pair, bf16x8 x)
 {
@@ -97,39 +111,48 @@ __device__ __forceinline__ uint32_t larger_pair(uint32_t pair, bf16x8 x)
     return __vmaxu2(pair, __vmaxu2(low, high));
 }
 
-/* Over the `vectors` lanes that share a head; magnitudes order like their bits. NaN counts as Inf. */
-__device__ __forceinline__ void raise(uint32_t *amax, uint32_t pair, int vectors, bool writes)
+/* Magnitudes order like their bits; a maximum has no order. NaN counts as Inf. pair: of head h, of this thread. */
+__device__ __forceinline__ void raise(uint32_t *amax, const uint32_t (&pair)[ROPE_HEADS], int heads, bool of_all)
 {
-    for (int o = vectors / 2; o > 0; o >>= 1) {
-        pair = __vmaxu2(pair, __shfl_xor_sync(0xffffffffu, pair, o));
+    __shared__ uint32_t part[ROPE_THREADS / 32][ROPE_HEADS];
+    const int warp = threadIdx.x / 32;
+#pragma unroll
+    for (int h = 0; h < ROPE_HEADS; h++) {
+        const uint32_t largest = __reduce_max_sync(0xffffffffu, max(pair[h] & 0xffffu, pair[h] >> 16));
+        if (threadIdx.x % 32 == 0) {
+            part[warp][h] = largest;
+        }
     }
-    if (writes) {
-        atomicMax(amax, min(max(pair & 0xffffu, pair >> 16), 0x7f80u) << 16);
+    __syncthreads();
+    if (threadIdx.x < heads) {
+        uint32_t largest = 0;
+#pragma unroll
+        for (int w = 0; w < ROPE_THREADS / 32; w++) {
+            largest = max(largest, part[w][threadIdx.x]);
+        }
+        largest = min(largest, 0x7f80u) << 16;
+        uint32_t *to = amax + (of_all ? 0 : threadIdx.x);
+        if (largest > *reinterpret_cast<volatile uint32_t *>(to)) {
+            atomicMax(to, largest);
+        }
     }
 }
 
-/* Threads run over (sample, slice of its rows, group of heads, eight pairs), the last fastest. Groups: those that turn,
- * then those beside. */
-struct measure_shape {
-    int64_t length, slices, threads;
-    int vectors, groups, beside_groups;
-};
-
-static __global__ void __launch_bounds__(ROPE_THREADS)
-    rope_measure_kernel(const rope_apply a, const rope_beside beside, const measure_shape s, uint32_t *amax)
+static __global__ void __launch_bounds__(ROPE_THREADS, 3)
+    rope_measure_kernel(const rope_apply a, const rope_largest largest, const measure_shape s)
 {
-    const int64_t thread = blockIdx.x * (int64_t)ROPE_THREADS + threadIdx.x;
-    const int per_row = s.vectors * (s.groups + s.beside_groups), half = (int)a.head_dim / 2;
-    const int64_t slice = thread / per_row, sample = slice / s.slices, first = slice % s.slices * MEASURE_ROWS;
-    const int in_row = (int)(thread - slice * per_row), vector = in_row % s.vectors, group = in_row / s.vectors;
-    const bool turns = group < s.groups, exists = thread < s.threads;
+    const int group = (int)(blockIdx.x % s.all_groups), half = (int)a.head_dim / 2;
+    const int feature = (int)threadIdx.x % s.vectors * 8;
+    const bool turns = group < s.groups;
     const int head = (turns ? group : group - s.groups) * ROPE_HEADS;
-    const int heads = exists ? (int)min((int64_t)ROPE_HEADS, (turns ? a.heads : beside.heads) - head) : 0;
-    const int64_t stride = turns ? a.row_stride : beside.row_stride;
-    const bf16 *x = (turns ? a.x : beside.x) + (sample * s.length + first) * stride + head * a.head_dim + vector * 8;
-    uint32_t largest[ROPE_HEADS] = {};
-    const int rows = exists ? (int)min((int64_t)MEASURE_ROWS, s.length - first) : 0;
-    for (int r = 0; r < rows; r++, x += stride) {
+    const int heads = (int)min((int64_t)ROPE_HEADS, (turns ? a.heads : largest.beside_heads) - head);
+    const int64_t rows = blockIdx.x / s.all_groups, sample = rows / s.slices, slice = rows % s.slices;
+    const int64_t position = slice * (ROPE_THREADS / s.vectors) + threadIdx.x / s.vectors;
+    const int64_t row = sample * s.length + position;
+    uint32_t pair[ROPE_HEADS] = {};
+    if (position < s.length && row < a.rows) {
+        const bf16 *x = turns ? a.x + row * a.row_stride : largest.beside + row * largest.beside_stride;
+        x += head * a.head_dim + feature;
         bf16x8 low[ROPE_HEADS], high[ROPE_HEADS];
 #pragma unroll
         for (int h = 0; h < ROPE_HEADS; h++) {
@@ -138,51 +161,43 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
                 high[h] = bf16x8_load(x + h * a.head_dim + half);
             }
         }
-        float cosine[8], sine[8];
         if (turns) {
-            load8(a.cosine + (first + r) * half + vector * 8, cosine);
-            load8(a.sine + (first + r) * half + vector * 8, sine);
+            float cosine[8], sine[8];
+            load_angles(a, position * half + feature, cosine, sine);
+            bf16 *to = a.x + row * a.row_stride + head * a.head_dim + feature;
+#pragma unroll
+            for (int h = 0; h < ROPE_HEADS; h++) {
+                if (h < heads) {
+                    turn8(low[h], high[h], cosine, sine);
+                    bf16x8_store(to + h * a.head_dim, low[h]);
+                    bf16x8_store(to + h * a.head_dim + half, high[h]);
+                }
+            }
         }
 #pragma unroll
         for (int h = 0; h < ROPE_HEADS; h++) {
-            if (h < heads) {
-                if (turns) {
-                    turn8(low[h], high[h], cosine, sine);
-                    bf16 *to = const_cast<bf16 *>(x) + h * a.head_dim; /* of a.x */
-                    bf16x8_store(to, low[h]);
-                    bf16x8_store(to + half, high[h]);
-                }
-                largest[h] = larger_pair(larger_pair(largest[h], low[h]), high[h]);
-            }
+            pair[h] = h < heads ? larger_pair(larger_pair(0, low[h]), high[h]) : 0;
         }
     }
-    uint32_t *to = amax + sample * (a.heads + beside.heads) + (turns ? 0 : a.heads) + head;
-#pragma unroll
-    for (int h = 0; h < ROPE_HEADS; h++) {
-        raise(to + h, largest[h], s.vectors, vector == 0 && h < heads);
-    }
+    const int64_t first = sample * (a.heads + largest.beside_heads) + (turns ? 0 : a.heads) + head;
+    raise(reinterpret_cast<uint32_t *>(largest.amax) + (largest.of_all ? 0 : first), pair, heads, largest.of_all);
 }
 
-static int groups_of(int64_t heads)
+void rope_measure_cuda(const rope_apply *a, const rope_largest *largest, int64_t length, const cuda *on)
 {
-    return (int)((heads + ROPE_HEADS - 1) / ROPE_HEADS);
-}
-
-void rope_measure_cuda(const rope_apply *a, const rope_beside *beside, int64_t length, float *amax, const cuda *on)
-{
-    ASSERT(length > 0 && a->rows % length == 0 && a->head_dim % 16 == 0 && a->row_stride % 8 == 0 && !a->inverse);
     measure_shape s = {};
-    s.length = length;
-    s.slices = (length + MEASURE_ROWS - 1) / MEASURE_ROWS;
     s.vectors = (int)a->head_dim / 16;
+    ASSERT(length > 0 && rope_measures(a->head_dim) && a->row_stride % 8 == 0 && largest->beside_stride % 8 == 0);
+    ASSERT(largest->of_all || a->rows % length == 0);
+    const int64_t samples = (a->rows + length - 1) / length, heads = a->heads + largest->beside_heads;
+    s.length = length;
+    s.slices = (length * s.vectors + ROPE_THREADS - 1) / ROPE_THREADS;
     s.groups = groups_of(a->heads);
-    s.beside_groups = groups_of(beside->heads);
-    ASSERT(s.vectors > 0 && 32 % s.vectors == 0 && beside->row_stride % 8 == 0);
-    s.threads = a->rows / length * s.slices * s.vectors * (s.groups + s.beside_groups);
-    if (s.threads > 0) {
-        cuda_zero(on, amax, (size_t)(a->rows / length * (a->heads + beside->heads)) * sizeof *amax);
-        rope_measure_kernel<<<cuda_blocks(s.threads, ROPE_THREADS), ROPE_THREADS, 0, on->stream>>>(
-            *a, *beside, s, reinterpret_cast<uint32_t *>(amax));
+    s.all_groups = s.groups + groups_of(largest->beside_heads);
+    const int64_t blocks = samples * s.slices * s.all_groups;
+    if (blocks > 0) {
+        cuda_zero(on, largest->amax, (largest->of_all ? 1 : (size_t)(samples * heads)) * sizeof *largest->amax);
+        rope_measure_kernel<<<(unsigned int)blocks, ROPE_THREADS, 0, on->stream>>>(*a, *largest, s);
         cuda_launched(on, "rope_measure");
     }
 }

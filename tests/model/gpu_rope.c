@@ -87,6 +87,7 @@ static void largest_of(const bf16 *x, int64_t samples, int64_t length, int64_t s
 struct measure_case {
     int64_t samples, length, heads, beside, head_dim, gap;
     bool nasty; /* a head of zeros; a NaN and an infinity in two others */
+    bool of_all, inverse;
 };
 
 static void fill_nasty(bf16 *x, const struct measure_case *c, int64_t stride)
@@ -105,9 +106,10 @@ static void check_measure(const struct measure_case *c)
     const int64_t rows = c->samples * c->length, all = c->heads + c->beside, D = c->head_dim;
     const int64_t stride = all * D + c->gap, half = D / 2;
     const size_t bytes = (size_t)(rows * stride) * sizeof(bf16), table = (size_t)(c->length * half) * sizeof(float);
-    const size_t found = (size_t)(c->samples * all) * sizeof(float);
+    const size_t count = (size_t)(c->samples * all), found = (c->of_all ? 1 : count) * sizeof(float);
     bf16 *x = malloc(bytes), *got = malloc(bytes);
-    float *cosine = malloc(table), *sine = malloc(table), *amax = malloc(found), *got_amax = malloc(found);
+    float *cosine = malloc(table), *sine = malloc(table), *amax = malloc(count * sizeof(float)),
+          *got_amax = malloc(found);
     fill_bf16(x, rows * stride, 11, 3.0f);
     if (c->nasty) {
         fill_nasty(x, c, stride);
@@ -121,9 +123,14 @@ static void check_measure(const struct measure_case *c)
                            .heads = c->heads,
                            .head_dim = D,
                            .cosine = d_cosine,
-                           .sine = d_sine};
-    const struct rope_beside beside = {(const bf16 *)d_x + c->heads * D, stride, c->beside};
-    rope_measure_cuda(&a, &beside, c->length, d_amax, cuda);
+                           .sine = d_sine,
+                           .inverse = c->inverse};
+    const struct rope_largest largest = {.beside = (const bf16 *)d_x + c->heads * D,
+                                         .beside_stride = stride,
+                                         .beside_heads = c->beside,
+                                         .amax = d_amax,
+                                         .of_all = c->of_all};
+    rope_measure_cuda(&a, &largest, c->length, cuda);
     gpu_fetch(cuda, got, d_x, bytes);
     gpu_fetch(cuda, got_amax, d_amax, found);
     a.cosine = cosine;
@@ -135,9 +142,13 @@ static void check_measure(const struct measure_case *c)
     }
     largest_of(x, c->samples, c->length, stride, c->heads, D, amax, all);
     largest_of(x + c->heads * D, c->samples, c->length, stride, c->beside, D, amax + c->heads, all);
+    for (size_t i = 1; c->of_all && i < count; i++) {
+        amax[0] = amax[i] > amax[0] ? amax[i] : amax[0];
+    }
     char what[96];
-    snprintf(what, sizeof what, "rope measured, %lld x %lld, %lld + %lld heads of %lld", (long long)c->samples,
-             (long long)c->length, (long long)c->heads, (long long)c->beside, (long long)D);
+    snprintf(what, sizeof what, "rope measured, %lld x %lld, %lld + %lld heads of %lld%s", (long long)c->samples,
+             (long long)c->length, (long long)c->heads, (long long)c->beside, (long long)D,
+             c->of_all ? ", of all" : "");
     compare_bits(what, got, x, bytes, sizeof(bf16));
     compare_bits(what, got_amax, amax, found, sizeof(float));
     free(x);
@@ -156,9 +167,11 @@ static void test_rope_finds_the_largest_of_each_head(void **state)
 {
     (void)state;
     static const struct measure_case cases[] = {
-        {1, 1, 1, 1, 16, 0, false},    {1, 1, 2, 1, 128, 8, true},    {3, 5, 5, 3, 64, 64, false},
-        {2, 37, 40, 8, 128, 0, false}, {2, 37, 40, 8, 128, 0, true},  {1, 130, 3, 2, 32, 8, true},
-        {2, 9, 4, 4, 512, 0, false},   {1, 200, 10, 2, 128, 0, true},
+        {1, 1, 1, 1, 16, 0, false, false, false},   {1, 1, 2, 1, 128, 8, true, false, false},
+        {3, 5, 5, 3, 64, 64, false, false, true},   {2, 37, 40, 8, 128, 0, false, false, false},
+        {2, 37, 40, 8, 128, 0, true, false, false}, {1, 130, 3, 2, 32, 8, true, false, false},
+        {2, 9, 4, 4, 512, 0, false, true, true},    {1, 200, 10, 2, 128, 0, true, false, false},
+        {2, 37, 40, 8, 128, 0, false, true, true},  {3, 33, 5, 2, 128, 8, true, true, true},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         check_measure(&cases[i]);
