@@ -51,13 +51,14 @@ struct consumer {
 };
 
 template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
-    using layout = fwd_layout<SCORES8, true>;
+    using layout = fwd_layout<SCORES8, true, KIND != CODES_FP8>;
     using shared = typename layout::shared;
 
     static __device__ __forceinline__ void close_tile(const struct fwd_maps &maps, const struct fwd_args &a, shared &s,
                                                       const struct code_sums &sums, const struct code_rows &r,
-                                                      const struct mx_rule &rule, struct fwd_tile t, int warpgroup)
+                                                      const struct mx_rule &rule, int index, int warpgroup)
     {
+        const struct fwd_tile t = tile_of<layout>(a, index); /* again: registers are short in between */
         int head, in_group, batch = divide(t.head, a.heads, head), kv_head = divide(head, a.group, in_group);
         const float v_inverse = a.v_inverse[batch * a.kv_heads + kv_head];
         const float lift = KIND == CODES_FP8 ? FP8_LIFT : MX_LIFT + rule.amplitude;
@@ -66,7 +67,7 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
         for (int h = 0; h < 2; h++) {
             const float l = quad_sum(sums.l[h]);
             inverse[h] = v_inverse / l;
-            lse[h] = r.anchor[h] + (log2f(l) - lift);
+            lse[h] = (r.anchor[h] - WHOLE) + (log2f(l) - lift);
         }
         store_lse(a, t, warpgroup, lse);
         store_rows(&maps.out, shared_address(s.out) + warpgroup * PANEL, sums.o, inverse, a, t, warpgroup);
@@ -94,8 +95,9 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
 
     static __device__ __forceinline__ void consume_tile(const struct fwd_maps &maps, const struct fwd_args &a,
                                                         shared &s, const struct mx_rule &rule, struct consumer &w,
-                                                        struct fwd_tile t, int warpgroup)
+                                                        int index, int warpgroup)
     {
+        const struct fwd_tile t = tile_of<layout>(a, index);
         const int first = t.row + 64 * warpgroup, n = key_blocks<layout>(a, t);
         /* The last block that this warpgroup's rows see, and the only one with masked keys. */
         const int own = first < 0 || first >= a.tokens ? -1 : a.causal ? first / TILE : n - 1;
@@ -116,7 +118,7 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
             wgmma_pin(score);
             release(at(s.k_empty[w.kv.stage]));
             if (j == own && (a.causal || a.tokens % TILE != 0)) {
-                mask(score, a, t.row + own_row(warpgroup), j * TILE);
+                mask<layout::BLOCKED>(score, a, t.row + own_row(warpgroup), j * TILE);
             }
             codes_anchor<KIND>(score, r, c, rule);
             codes_make<KIND>(score, r, c, rule, p);
@@ -132,7 +134,7 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
         }
         release(at(s.q_empty));
         if (own >= 0) { /* TMA loads rows before 0 as zeros, but a store must not start there */
-            close_tile(maps, a, s, sums, r, rule, t, warpgroup);
+            close_tile(maps, a, s, sums, r, rule, index, warpgroup);
         }
     }
 
@@ -148,7 +150,7 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
             if (index >= a.tiles) {
                 break;
             }
-            consume_tile(maps, a, s, rule, w, tile_of<layout>(a, index), warpgroup);
+            consume_tile(maps, a, s, rule, w, index, warpgroup);
         }
         if (threadIdx.x % WARPGROUP == 0) {
             tma_store_wait<0>();
@@ -169,7 +171,7 @@ template <class LAYOUT> __device__ __forceinline__ void write_ones(typename LAYO
 }
 
 template <enum code_kind KIND, bool SCORES8>
-static __global__ void __launch_bounds__(fwd_layout<SCORES8, true>::THREADS, 1)
+static __global__ void __launch_bounds__(codes_kernel<KIND, SCORES8>::layout::THREADS, 1)
     fwd_codes_kernel(const __grid_constant__ struct fwd_maps maps, const __grid_constant__ struct fwd_args a,
                      const __grid_constant__ struct mx_rule rule)
 {
@@ -211,7 +213,7 @@ template <enum code_kind KIND, bool SCORES8>
 static void launch(const struct cuda *on, const struct fwd_maps &maps, const struct fwd_args &args,
                    const struct mx_rule &rule)
 {
-    fwd_launch<fwd_layout<SCORES8, true>>(on, fwd_codes_kernel<KIND, SCORES8>, maps, args, rule);
+    fwd_launch<typename codes_kernel<KIND, SCORES8>::layout>(on, fwd_codes_kernel<KIND, SCORES8>, maps, args, rule);
 }
 
 template <bool SCORES8>
@@ -269,18 +271,75 @@ static CUtensorMap row8_map(const struct cuda *on, const void *data, int64_t tok
     return tensor_map(on, &s);
 }
 
+/* K for BLOCKED keys, as a box of 128 keys comes to shared memory: 64 features (128 of E4M3), then e, c, j of key
+ * 32 c + 2 j + e, then heads. Batches and the first key are counted in e, which steps by a token. */
+static CUtensorMap blocked_map(const struct cuda *on, const void *data, bool e4m3, uint64_t token, uint64_t head,
+                               uint64_t tokens, uint64_t heads)
+{
+    struct tensor_map_shape s = {};
+    s.data = data;
+    s.type = e4m3 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    s.rank = 5;
+    s.extent[0] = TILE;
+    s.extent[1] = tokens > 1 ? tokens : 2;
+    s.extent[2] = 4;
+    s.extent[3] = 16;
+    s.extent[4] = heads;
+    s.stride[0] = token;
+    s.stride[1] = 32 * token;
+    s.stride[2] = 2 * token;
+    s.stride[3] = heads > 1 ? head : token;
+    s.box[0] = e4m3 ? TILE : 64;
+    s.box[1] = 2;
+    s.box[2] = 4;
+    s.box[3] = 16;
+    s.box[4] = 1;
+    s.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+    return tensor_map(on, &s);
+}
+
+/* K where keys are BLOCKED. */
+static void blocked_keys(const struct attention_fwd *a, const struct attention_operands_sm90 *x, struct fwd_maps *maps,
+                         struct fwd_args *args)
+{
+    const struct attention_shape *shape = &a->shape;
+    const int64_t T = shape->tokens, B = shape->batch, Hkv = shape->kv_heads;
+    if (x->k8 != NULL) {
+        args->k_batch = (int)(Hkv * T);
+        maps->k = blocked_map(a->cuda, x->k8, true, TILE, (uint64_t)(T * TILE), (uint64_t)(B * Hkv * T), (uint64_t)Hkv);
+        maps->k_two = row8_map(a->cuda, x->k8, T, Hkv, B, 2);
+        return;
+    }
+    const struct head_view *k = &x->k;
+    if (B > 1 && k->batch_stride % k->token_stride != 0) {
+        cuda_note(a->cuda, "attention_fwd_sm90, pv = mxfp4: K's batch stride must be a multiple of its token stride",
+                  (int)cudaErrorInvalidValue);
+        args->tiles = 0;
+        return;
+    }
+    const int64_t between = B == 1 ? 0 : k->batch_stride / k->token_stride;
+    args->k_batch = (int)between;
+    maps->k = blocked_map(a->cuda, k->data, false, (uint64_t)k->token_stride * sizeof(bf16),
+                          (uint64_t)k->head_stride * sizeof(bf16), (uint64_t)((B - 1) * between + T), (uint64_t)Hkv);
+    maps->k_two = head_map(a->cuda, k, T, Hkv, B, 2);
+}
+
 void attention_fwd_codes_sm90(const struct attention_fwd *a, const struct attention_operands_sm90 *x)
 {
     const struct attention_shape *shape = &a->shape;
     const bool scores8 = x->q8 != NULL;
     const int64_t T = shape->tokens, B = shape->batch, H = shape->heads, Hkv = shape->kv_heads;
     const int rows = fwd_layout<false, true>::ROWS;
+    struct fwd_args args = fwd_args_of<fwd_layout<false, true>>(a, scores8 ? 2 * TILE : 3 * TILE);
     struct fwd_maps maps = {};
     maps.q = scores8 ? row8_map(a->cuda, x->q8, T, H, B, rows) : head_map(a->cuda, &x->q, T, H, B, rows);
-    maps.k = scores8 ? row8_map(a->cuda, x->k8, T, Hkv, B, TILE) : head_map(a->cuda, &x->k, T, Hkv, B, TILE);
+    if (a->recipe->pv == PV_FP8) {
+        maps.k = scores8 ? row8_map(a->cuda, x->k8, T, Hkv, B, TILE) : head_map(a->cuda, &x->k, T, Hkv, B, TILE);
+    } else {
+        blocked_keys(a, x, &maps, &args);
+    }
     maps.v = column_map(a->cuda, x->v_column, attention_padded_sm90(T), B * Hkv);
     maps.out = head_map(a->cuda, &a->out, T, H, B, 64);
-    struct fwd_args args = fwd_args_of<fwd_layout<false, true>>(a, scores8 ? 2 * TILE : 3 * TILE);
     args.counter = x->counter;
     args.v_inverse = x->v_inverse;
     args.q_inverse = x->q_inverse;

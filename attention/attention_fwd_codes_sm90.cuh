@@ -1,16 +1,18 @@
 /* attention: from scores to codes of P on Hopper (docs/numerics.md, section 5 steps 2 to 4), in the registers that the
- * product P V takes them from. See sm90.cuh for who holds what: a thread has 32 of the 128 keys of two rows, and the 32
- * keys of a block of MXFP4 lie in a quad. */
+ * product P V takes them from. See sm90.cuh for who holds what: a thread has 32 of the 128 keys of two rows. For MXFP4
+ * these are neighbours, one block (BLOCKED keys, attention_fwd_sm90.cuh), so that a thread finds the exponents of its
+ * two blocks alone. */
 #pragma once
 
 #include "attention/attention_fwd_sm90.cuh"
 
 /* How P becomes codes: E4M3 of 2^(t - a + 8), or E2M1 with a power of two per 32 keys, carried in E5M2 as
- * q 2^(E - a + 13): exact for E >= a - 26, zero below. */
+ * q 2^(E - a + 13). A block with E below a - 26 is coded as if E were that. */
 enum code_kind { CODES_FP8, CODES_MX_EXACT, CODES_MX_CODE_SPACE, CODES_MX_AFFINE };
 
 #define FP8_LIFT 8.0f
 #define MX_LIFT 13.0f
+#define MX_RANGE 26.0f
 
 /* Of the recipe, for MXFP4. */
 struct mx_rule {
@@ -24,23 +26,58 @@ struct mx_rule {
  */
 #define WHOLE 0x1.8p23f
 
-/* What a thread keeps of its two rows: integer anchors, the factor that brings older sums to them, and for MXFP4 the
- * exponents of the present four blocks, each plus WHOLE. */
+/* What a thread keeps of its two rows: integer anchors plus WHOLE, the factor that brings older sums to them, and for
+ * MXFP4 the exponents of its present two blocks, plus WHOLE. MXFP4's anchor is the largest exponent so far. */
 struct code_rows {
-    float anchor[2], factor[2], whole_e[2][4];
+    float anchor[2], factor[2], exponent[2];
 };
 
 /* ---- maxima ------------------------------------------------------------------------------------------------ */
 
-/* Largest of the thread's 8 keys of row h and block b. */
-__device__ __forceinline__ float largest(const float (&s)[64], int h, int b)
+/* Reduces the thread's 32 scores of row h, as integers, three at a time. */
+template <int (*REDUCE)(int, int, int)> __device__ __forceinline__ int reduced(const float (&s)[64], int h)
 {
-    float pair[4];
+    int x[32], chain[4];
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-        pair[j] = max_or_nan(s[16 * b + 4 * j + 2 * h], s[16 * b + 4 * j + 2 * h + 1]);
+    for (int i = 0; i < 32; i++) {
+        x[i] = __float_as_int(s[i / 2 * 4 + 2 * h + i % 2]);
     }
-    return max_or_nan(max_or_nan(pair[0], pair[1]), max_or_nan(pair[2], pair[3]));
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        chain[i] = REDUCE(x[8 * i], x[8 * i + 1], x[8 * i + 2]);
+        chain[i] = REDUCE(chain[i], x[8 * i + 3], x[8 * i + 4]);
+        chain[i] = REDUCE(chain[i], x[8 * i + 5], x[8 * i + 6]);
+    }
+    chain[0] = REDUCE(chain[0], x[7], chain[1]);
+    chain[2] = REDUCE(chain[2], x[23], chain[3]);
+    chain[0] = REDUCE(chain[0], x[15], x[31]);
+    return REDUCE(chain[0], chain[2], chain[2]);
+}
+
+__device__ __forceinline__ int max3(int a, int b, int c)
+{
+    return __vimax3_s32(a, b, c);
+}
+
+__device__ __forceinline__ int min3(int a, int b, int c)
+{
+    return __vimin3_s32(a, b, c);
+}
+
+/* Largest of the thread's 32 keys of each row. Codes of floats are ordered like integers unless both are negative,
+ * where the order is the other way round: the largest integer will do unless it is negative. A NaN is one if positive,
+ * as tensor cores make it. */
+__device__ __forceinline__ void largest(const float (&s)[64], float (&max)[2])
+{
+    int x[2] = {reduced<max3>(s, 0), reduced<max3>(s, 1)};
+    if (__any_sync(0xffffffffu, min(x[0], x[1]) < 0)) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            x[h] = x[h] < 0 ? reduced<min3>(s, h) : x[h];
+        }
+    }
+    max[0] = __int_as_float(x[0]);
+    max[1] = __int_as_float(x[1]);
 }
 
 /* Moves anchors to cover these scores. A NaN stays. */
@@ -48,47 +85,52 @@ template <enum code_kind KIND>
 __device__ __forceinline__ void codes_anchor(const float (&s)[64], struct code_rows &r, float c,
                                              const struct mx_rule &rule)
 {
+    float max[2];
+    largest(s, max);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        float block[4];
-#pragma unroll
-        for (int b = 0; b < 4; b++) {
-            block[b] = largest(s, h, b);
-            if (KIND != CODES_FP8) {
-                block[b] = quad_max(block[b]);
-                r.whole_e[h][b] = __fadd_rd(fmaf(block[b], c, rule.bias), WHOLE);
-            }
-        }
-        float max = max_or_nan(max_or_nan(block[0], block[1]), max_or_nan(block[2], block[3]));
-        if (KIND == CODES_FP8) {
-            max = quad_max(max);
-        }
-        const float anchor = max_or_nan(r.anchor[h], __fadd_ru(max * c, WHOLE) - WHOLE);
+        const float whole =
+            KIND == CODES_FP8 ? __fmaf_ru(max[h], c, WHOLE) : __fadd_rd(fmaf(max[h], c, rule.bias), WHOLE);
+        const float anchor = max_or_nan(r.anchor[h], quad_max(whole));
         r.factor[h] = exp2_fast(r.anchor[h] - anchor);
         r.anchor[h] = anchor;
+        r.exponent[h] = fmaxf(whole, anchor - MX_RANGE);
     }
 }
 
 /* ---- codes ------------------------------------------------------------------------------------------------- */
 
-/* E5M2 bytes of the eight E2M1 values 0 .5 1 1.5 2 3 4 6 times 2^shift; shift >= -13, which keeps all normal. */
+/* E5M2 bytes of the E2M1 values 6 6 4 3 2 1.5 1 .5 times a power of two, which keeps all normal. */
 struct code_table {
     uint32_t low, high;
 };
 
-__device__ __forceinline__ struct code_table code_table_of(int shift)
+/* 2^(exponent - anchor + MX_LIFT) */
+__device__ __forceinline__ struct code_table code_table_of(float exponent, float anchor)
 {
-    return {0x3e3c3800u + 0x04040400u * (uint32_t)shift, 0x46444240u + 0x04040404u * (uint32_t)shift};
+    const uint32_t shift = __float_as_uint(exponent) - __float_as_uint(anchor);
+    return {0x42444646u + 0x04040404u * (uint32_t)MX_LIFT + 0x04040404u * shift,
+            0x383c3e40u + 0x04040404u * (uint32_t)MX_LIFT + 0x04040404u * shift};
 }
 
-/* Four values y 2^-14 (y in [0, 16)) to E2M1(y), looked up. Truncation to FP16 has 2^-14 as its least normal number, so
- * that codes are the rounded upper bits of FP16 codes; ties cannot occur in 2^x but for x = -2. Codes of x0 and x1 go
- * to bits 8 and 12, those of x2 and x3 to bits 24 and 28; then, a nibble each, they select the bytes. */
-__device__ __forceinline__ uint32_t e2m1_bytes(float x0, float x1, float x2, float x3, struct code_table table)
+/* Bytes 1 and 3 of both. */
+__device__ __forceinline__ uint32_t upper_bytes(uint32_t low, uint32_t high)
 {
-    const uint32_t even = __viaddmin_u16x2(pack_f16_down(x0, x2), 0x01000100u, 0x0fff0fffu) >> 1;
-    const uint32_t odd = __viaddmin_u16x2(pack_f16_down(x1, x3), 0x01000100u, 0x0fff0fffu) << 3;
-    return bytes_by(table.low, table.high, bytes_by(bits_of_either(0xf000f000u, odd, even), 0, 0x4431));
+    return bytes_by(low, high, 0x7531);
+}
+
+/* Eight values y 2^-14, y in [0, 10), to E2M1(y) as the table says, four a register. Truncation to FP16 has 2^-14 as
+ * its least normal number, so that upper bytes b of FP16 codes are E2M1 codes with one more bit of mantissa: (b + 1) /
+ * 2 rounds (ties, which go up, cannot occur in 2^x but for x = -2), and 8 - (b + 1) / 2 = (16 - b) / 2, never negative,
+ * counts from the largest: 8, a zero, as a selector of bytes takes the sign of byte 0, 1 to 7 and 0 (6 for 8) a value.
+ * Values 0, 2, 4, 6 come to the lower nibbles of bytes, the others to the upper ones. */
+__device__ __forceinline__ void e2m1_bytes(const float (&x)[8], struct code_table table, uint32_t &p0, uint32_t &p1)
+{
+    const uint32_t even = upper_bytes(pack_f16_down(x[0], x[2]), pack_f16_down(x[4], x[6]));
+    const uint32_t odd = upper_bytes(pack_f16_down(x[1], x[3]), pack_f16_down(x[5], x[7]));
+    const uint32_t selector = bits_of_either(0x0f0f0f0fu, (0x10101010u - even) >> 1, 0x80808080u - 8u * odd);
+    p0 = bytes_by(table.low, table.high, selector);
+    p1 = bytes_by(table.low, table.high, selector >> 16);
 }
 
 /* y in [0, 16) to the nearest E2M1 value, ties to even: spacings are half the binade of y, but never less than 1/2.
@@ -109,36 +151,29 @@ __device__ __forceinline__ float code_space_value(float u)
     return u >= -1.63f ? y : 0.0f;
 }
 
-/* The scores of row h and 32 keys b in this thread, s[0] the first, to two A registers of P V. */
+/* Eight scores of a row, 4 in each word, to two A registers of P V. */
 template <enum code_kind KIND>
-__device__ __forceinline__ void code_block(const float *s, const struct code_rows &r, int h, int b, float c,
+__device__ __forceinline__ void code_words(float (&x)[8], float c, float exponent, struct code_table table, float scale,
                                            const struct mx_rule &rule, uint32_t &p0, uint32_t &p1)
 {
-    const float e = r.whole_e[h][b] - WHOLE;
-    const int shift = __float_as_int(r.whole_e[h][b]) - __float_as_int(r.anchor[h] + WHOLE) + (int)MX_LIFT;
-    float x[8];
-    if (KIND == CODES_MX_EXACT) {
-        /* A block whose values would not be normal in E5M2 becomes zero: it lies 2^26 below the row's largest. */
-        const float offset = shift < -13 ? -INFINITY : rule.amplitude - 14.0f - e;
-        const struct code_table table = code_table_of(max(shift, -13));
-#pragma unroll
-        for (int k = 0; k < 8; k++) {
-            x[k] = exp2_fast(fmaf(s[k / 2 * 4 + k % 2], c, offset));
-        }
-        p0 = e2m1_bytes(x[0], x[1], x[2], x[3], table);
-        p1 = e2m1_bytes(x[4], x[5], x[6], x[7], table);
-        return;
-    }
-    const float scale = exp2_fast((float)shift);
+    const float offset = rule.amplitude - (KIND == CODES_MX_EXACT ? 14.0f : 0.0f) - (exponent - WHOLE);
 #pragma unroll
     for (int k = 0; k < 8; k++) {
-        x[k] = fmaf(s[k / 2 * 4 + k % 2], c, rule.amplitude - e);
-        x[k] = KIND == CODES_MX_CODE_SPACE ? code_space_value(fmaf(2.0f, x[k], 2.37f))
-                                           : e2m1_nearest(fmaxf(fmaf(rule.a, x[k], rule.b), 0.0f));
-        x[k] *= scale;
+        x[k] = fmaf(x[k], c, offset);
     }
-    p0 = pack_e5m2(x[0], x[1], x[2], x[3]);
-    p1 = pack_e5m2(x[4], x[5], x[6], x[7]);
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+        x[k] = KIND == CODES_MX_EXACT
+                   ? exp2_fast(x[k])
+                   : scale * (KIND == CODES_MX_CODE_SPACE ? code_space_value(fmaf(2.0f, x[k], 2.37f))
+                                                          : e2m1_nearest(fmaxf(fmaf(rule.a, x[k], rule.b), 0.0f)));
+    }
+    if (KIND == CODES_MX_EXACT) {
+        e2m1_bytes(x, table, p0, p1);
+    } else {
+        p0 = pack_e5m2(x[0], x[1], x[2], x[3]);
+        p1 = pack_e5m2(x[4], x[5], x[6], x[7]);
+    }
 }
 
 __device__ __forceinline__ uint32_t fp8_bytes(const float *s, float c, float shift)
@@ -147,21 +182,41 @@ __device__ __forceinline__ uint32_t fp8_bytes(const float *s, float c, float shi
                      exp2_fast(fmaf(s[5], c, shift)));
 }
 
-/* Scores to the A registers of P V: keys 2 c, 2 c + 1, 8 + 2 c, 8 + 2 c + 1 of each 16, the order pi1 of the column
- * view of V. */
+/* The keys of words 2 i and 2 i + 1 of eight that a thread has of row h, where keys are BLOCKED: word q has
+ * 16 (q / 4) + 2 (q % 4) + 0, 1, 8, 9 of 32. */
+__device__ __forceinline__ void scores_of_words(const float (&s)[64], int i, int h, float (&x)[8])
+{
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+        const int q = 2 * i + k / 4, j = q / 4 * 8 + k / 2 % 2 * 4 + q % 4;
+        x[k] = s[4 * j + 2 * h + k % 2];
+    }
+}
+
+/* Scores to the A registers of P V. FP8: keys 2 c, 2 c + 1, 8 + 2 c, 8 + 2 c + 1 of each 16, the order pi1 of the
+ * column view of V. */
 template <enum code_kind KIND>
 __device__ __forceinline__ void codes_make(const float (&s)[64], const struct code_rows &r, float c,
                                            const struct mx_rule &rule, uint32_t (&p)[16])
 {
+    struct code_table table[2];
+    float scale[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        table[h] = code_table_of(r.exponent[h], r.anchor[h]);
+        scale[h] = exp2_fast(r.exponent[h] - r.anchor[h] + MX_LIFT);
+    }
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const int b = i / 2, h = i % 2;
-        const float *first = s + 16 * b + 2 * h;
         if (KIND == CODES_FP8) {
-            p[4 * b + h] = fp8_bytes(first, c, FP8_LIFT - r.anchor[h]);
-            p[4 * b + h + 2] = fp8_bytes(first + 8, c, FP8_LIFT - r.anchor[h]);
+            const float *first = s + 16 * b + 2 * h;
+            p[4 * b + h] = fp8_bytes(first, c, FP8_LIFT + WHOLE - r.anchor[h]);
+            p[4 * b + h + 2] = fp8_bytes(first + 8, c, FP8_LIFT + WHOLE - r.anchor[h]);
         } else {
-            code_block<KIND>(first, r, h, b, c, rule, p[4 * b + h], p[4 * b + h + 2]);
+            float x[8];
+            scores_of_words(s, b, h, x);
+            code_words<KIND>(x, c, r.exponent[h], table[h], scale[h], rule, p[4 * b + h], p[4 * b + h + 2]);
         }
     }
 }

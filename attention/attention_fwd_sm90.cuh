@@ -17,8 +17,10 @@ enum {
 /* Named barriers; + consumer warpgroup. */
 enum { BARRIER_TURN = 1, BARRIER_ROWS = 5 };
 
+/* k_two: two rows of K a box, where keys are BLOCKED. */
 struct fwd_maps {
     CUtensorMap q, k, v, out;
+    CUtensorMap k_two = {};
 };
 
 struct fwd_args {
@@ -28,13 +30,17 @@ struct fwd_args {
     float c;                                        /* base-2 score of q.k */
     int tokens, heads, kv_heads, group, all_heads, section_heads;
     int blocks, key_blocks, tiles, row0; /* row0: first row of tile 0, <= 0 */
+    int k_batch;                         /* keys BLOCKED: from one batch of K to the next, in strides of a token */
     bool causal;
 };
 
 /* Where things lie. SCORES8: Q and K are E4M3; CODES: V is E4M3, one column view of 128 features and eight rows below
- * that make the product P V sum the codes of P too: row r has ones at positions r modulo 8. Else BF16. */
-template <bool SCORES8, bool CODES> struct fwd_layout {
+ * that make the product P V sum the codes of P too: row r has ones at positions r modulo 8. Else BF16.
+ * BLOCKED_KEYS: row 8 j + 2 c + e of a block of K is key 32 c + 2 j + e, so that the thread c of a quad has the scores
+ * of 32 neighbouring keys, a block of MXFP4; the words of V's column view are transposed alike (attention_sm90.h). */
+template <bool SCORES8, bool CODES, bool BLOCKED_KEYS = false> struct fwd_layout {
     enum {
+        BLOCKED = BLOCKED_KEYS,
         CONSUMERS = CODES ? 3 : 2, /* warpgroups */
         ROWS = 64 * CONSUMERS,
         END = CODES ? 64 : ROWS, /* tiles end at a multiple of it */
@@ -144,6 +150,29 @@ __device__ __forceinline__ void load_rows(const void *to, const CUtensorMap *map
     }
 }
 
+/* A block of K, its keys BLOCKED: boxes of one TMA load, or where the sequence ends inside, two rows at a time so that
+ * nothing behind it is read. */
+template <class LAYOUT>
+__device__ __forceinline__ void load_blocked_keys(const struct fwd_maps &maps, const struct fwd_args &a,
+                                                  const unsigned char *to, const uint64_t &barrier, int first, int head,
+                                                  int batch)
+{
+    mbarrier_expect(at(barrier), LAYOUT::K_BYTES);
+#pragma unroll 1
+    for (int panel = 0; panel < LAYOUT::ROW_BYTES / 128; panel++) {
+        const uint32_t base = shared_address(to) + panel * PANEL;
+        if (first + TILE <= a.tokens) {
+            tma_load_5d(base, &maps.k, at(barrier), panel * 64, batch * a.k_batch + first, 0, 0, head);
+            continue;
+        }
+#pragma unroll 1
+        for (int i = 0; i < TILE / 2; i++) {
+            tma_load_4d(base + i * 256, &maps.k_two, at(barrier), panel * 64, first + i % 4 * 32 + i / 4 * 2, head,
+                        batch);
+        }
+    }
+}
+
 template <class LAYOUT>
 __device__ __forceinline__ void produce_tile(const struct fwd_maps &maps, const struct fwd_args &a,
                                              typename LAYOUT::shared &s, struct fwd_tile t, struct ring &kv)
@@ -153,7 +182,11 @@ __device__ __forceinline__ void produce_tile(const struct fwd_maps &maps, const 
 #pragma unroll 1 /* fewer registers */
     for (int j = key_blocks<LAYOUT>(a, t) - 1; j >= 0; j--) {
         mbarrier_wait(at(s.k_empty[kv.stage]), kv.parity);
-        load_rows<LAYOUT::ROW_BYTES>(s.k[kv.stage], &maps.k, s.k_full[kv.stage], TILE, j * TILE, kv_head, batch);
+        if (LAYOUT::BLOCKED) {
+            load_blocked_keys<LAYOUT>(maps, a, s.k[kv.stage], s.k_full[kv.stage], j * TILE, kv_head, batch);
+        } else {
+            load_rows<LAYOUT::ROW_BYTES>(s.k[kv.stage], &maps.k, s.k_full[kv.stage], TILE, j * TILE, kv_head, batch);
+        }
         mbarrier_wait(at(s.v_empty[kv.stage]), kv.parity);
         if (LAYOUT::V_BYTES == PANEL) {
             mbarrier_expect(at(s.v_full[kv.stage]), PANEL);
@@ -224,17 +257,19 @@ __device__ __forceinline__ int own_row(int warpgroup)
 }
 
 /* Keys after the row (causal) and behind the end leave the maximum and the sum. first_key: of the block. */
+template <bool BLOCKED = false>
 __device__ __forceinline__ void mask(float (&score)[64], const struct fwd_args &a, int row, int first_key)
 {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        int visible = (a.causal ? min(row + 8 * h + 1, a.tokens) : a.tokens) - first_key - (int)threadIdx.x % 4 * 2;
+        int visible = (a.causal ? min(row + 8 * h + 1, a.tokens) : a.tokens) - first_key;
+        visible -= (int)threadIdx.x % 4 * (BLOCKED ? 32 : 2);
 #pragma unroll
         for (int j = 0; j < 16; j++) {
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 float &s = score[4 * j + 2 * h + e];
-                s = 8 * j + e < visible ? s : -INFINITY;
+                s = (BLOCKED ? 2 : 8) * j + e < visible ? s : -INFINITY;
             }
         }
     }

@@ -235,17 +235,18 @@ __device__ __forceinline__ void value_mxfp4(value_pair &p, uint32_t largest, boo
     }
 }
 
-/* All 128 tokens of the block, those behind T as zeros. */
+/* All 128 tokens of the block, those behind T as zeros; for MXFP4 the words transposed (attention_sm90.h). */
 __device__ __forceinline__ void store_column(const value_operand_sm90 &o, int64_t unit, int64_t padded,
                                              const value_shared &s)
 {
     uint8_t *to = o.column + unit * FEATURES * padded + (int64_t)blockIdx.y * TOKENS;
 #pragma unroll
     for (int i = threadIdx.x; i < FEATURES * TOKENS / 16; i += THREADS) {
-        const int d = i / 8, quad = i % 8 * 4;
+        const int d = i / 8, quad = i % 8, first = o.fp8 ? quad * 4 : quad, step = o.fp8 ? 1 : 8;
         const uint32_t *x = s.words[d];
-        store_words(to + d * padded + quad * 4, make_uint4(x[value_word(d, quad)], x[value_word(d, quad + 1)],
-                                                           x[value_word(d, quad + 2)], x[value_word(d, quad + 3)]));
+        store_words(to + d * padded + quad * 16,
+                    make_uint4(x[value_word(d, first)], x[value_word(d, first + step)],
+                               x[value_word(d, first + 2 * step)], x[value_word(d, first + 3 * step)]));
     }
 }
 

@@ -25,7 +25,8 @@ static inline int64_t attention_padded_sm90(int64_t tokens)
 }
 
 /* What the forward with codes multiplies. Column views are (B, Hkv, 128, padded T), E4M3, each 16 tokens in the order
- * 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15 (called pi1); tokens behind T are zero. */
+ * 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15 (called pi1); tokens behind T are zero. pv = mxfp4: the 32 words of each 128
+ * tokens are transposed after that, word w at 4 (w % 8) + w / 8. */
 struct attention_operands_sm90 {
     struct head_view q, k;  /* exact in BF16; or, qk = nvfp4_e4m3: */
     const uint8_t *q8, *k8; /* (B, heads, T, 128) E4M3, else NULL */

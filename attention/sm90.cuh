@@ -144,6 +144,15 @@ __device__ __forceinline__ void tma_load_4d(uint32_t to, const CUtensorMap *map,
                  : "memory");
 }
 
+__device__ __forceinline__ void tma_load_5d(uint32_t to, const CUtensorMap *map, uint32_t barrier, int x, int y, int z,
+                                            int w, int v)
+{
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
+                 "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
+                 : "memory");
+}
+
 __device__ __forceinline__ void tma_store_3d(const CUtensorMap *map, uint32_t from, int x, int y, int z)
 {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
@@ -247,9 +256,8 @@ __device__ __forceinline__ uint32_t bits_of_either(uint32_t mask, uint32_t a, ui
     return y;
 }
 
-/* [prmt] Four bytes of {low, high}, by nibbles 0 .. 7 of the lower half of `selector` (bit 3 of each must be clear,
- * which
- * __byte_perm would see to with one more instruction). */
+/* [prmt] Four bytes of {low, high}, by the four nibbles of the lower half of `selector`; one with bit 3 set takes the
+ * sign of its byte eight times (which __byte_perm would hide with one more instruction). */
 __device__ __forceinline__ uint32_t bytes_by(uint32_t low, uint32_t high, uint32_t selector)
 {
     uint32_t y;
@@ -464,8 +472,8 @@ struct tensor_map_shape {
     const void *data; /* a multiple of 16 */
     CUtensorMapDataType type;
     int rank;
-    uint64_t extent[4], stride[3]; /* strides: multiples of 16 */
-    uint32_t box[4];
+    uint64_t extent[5], stride[4]; /* strides: multiples of 16, in any order */
+    uint32_t box[5];
     CUtensorMapSwizzle swizzle;
 };
 
@@ -480,7 +488,7 @@ static inline CUtensorMap tensor_map(const struct cuda *on, const struct tensor_
         cuda_note(on, "cuTensorMapEncodeTiled", (int)(error != cudaSuccess ? error : cudaErrorSymbolNotFound));
         return map;
     }
-    const uint32_t ones[4] = {1, 1, 1, 1};
+    const uint32_t ones[5] = {1, 1, 1, 1, 1};
     CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry)(
         &map, s->type, (uint32_t)s->rank, const_cast<void *>(s->data), s->extent, s->stride, s->box, ones,
         CU_TENSOR_MAP_INTERLEAVE_NONE, s->swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
