@@ -61,7 +61,8 @@ struct attention_fwd {
     const float *amax;
 };
 
-/* Backward: as above, with dout in, dq, dk, dv out (bf16, FP32 accumulation, one rounding; overwritten). */
+/* Backward: as above, with dout in, dq, dk, dv out (bf16, FP32 accumulation, one rounding; overwritten). amax: as the
+ * forward's, of the same q, k and v. */
 struct attention_bwd {
     const struct cuda *cuda;
     struct attention_shape shape;
@@ -71,6 +72,7 @@ struct attention_bwd {
     const void *saved;
     void *scratch;
     struct attention_stats *stats;
+    const float *amax;
     bool unordered; /* CUDA, run.deterministic = off: the FP32 sums of dQ may be added in any order, which is faster;
                        two runs then differ in last bits. false: equal bits */
 };
@@ -83,7 +85,7 @@ struct attention_variant {
     const char *(*refuses)(const struct attention_shape *shape, const struct attention_recipe *recipe);
     size_t (*saved_bytes)(const struct attention_shape *shape, const struct attention_recipe *recipe);
     size_t (*scratch_bytes)(const struct attention_shape *shape, const struct attention_recipe *recipe);
-    /* Whether attention_fwd.amax saves work; NULL: never. */
+    /* Whether amax saves work in either pass; NULL: never. */
     bool (*takes_amax)(const struct attention_recipe *recipe);
     /* Why the backward of (shape, recipe) is that of another variant, else NULL. Itself NULL: it never is. */
     const char *(*bwd_refuses)(const struct attention_shape *shape, const struct attention_recipe *recipe);
