@@ -116,6 +116,7 @@ static void attention_back(const struct pass *w, int index)
                                                     .saved = k->attention,
                                                     .scratch = g->tool,
                                                     .stats = model_stats_cuda(m, index, false),
+                                                    .amax = k->head_amax,
                                                     .unordered = m->options.unordered});
     model_group_close(m);
     model_group_open(m, "rope backward");

@@ -35,6 +35,7 @@ struct kept {
     bf16 *gate_up;        /* (n, 2 F) */
     float *q_inv, *k_inv; /* (n, H), (n, Hkv); qk_norm only */
     float *lse_log2;      /* (B, H, T) */
+    float *head_amax;     /* (B, H + 2 Hkv): largest |x| of each head of Q, K and V; NULL if attention takes none */
     void *attention;      /* attention's own saved state */
 };
 
@@ -51,7 +52,6 @@ struct model_cuda {
     bf16 *d;           /* (n, C): gradient of the residual stream */
     void *tool;        /* scratch of the operator that runs */
     float *amax;       /* (2, L, PROJECTIONS): largest |x| and |dy| of each product; small formats only */
-    float *head_amax; /* (B, H + 2 Hkv): largest |x| of each head of Q, K, V, for the attention that follows */
     float *weight_amax;               /* (L, PROJECTIONS): found by the optimizer, see model_weight_amax */
     float *losses, *lse;              /* (n): of the head */
     int32_t *made_up;                 /* (2, n): tokens and targets of the warm-up */

@@ -119,23 +119,19 @@ void model_rotate_cuda(const struct pass *w, bf16 *x, int64_t stride, bool inver
     }
 }
 
-/* Turns Q and K; on the way, for an attention that takes it, the largest magnitude of every head. Returns those. */
-static const float *rotate_measured(const struct pass *w, const struct kept *k)
+/* Turns Q and K; on the way, for an attention that takes it, the largest magnitude of every head. */
+static void rotate(const struct pass *w, const struct kept *k)
 {
-    const struct model *m = w->m;
-    const struct attention_variant *variant = m->options.variant;
-    struct heads h = model_heads(&m->config);
-    bool takes = variant->takes_amax != NULL && variant->takes_amax(&m->options.attention);
+    struct heads h = model_heads(&w->m->config);
     model_rotate_cuda(w, k->rotated, h.qk_stride, false,
-                      takes ? &(struct rope_largest){.beside = k->qkv + h.q + h.kv,
-                                                     .beside_stride = h.qkv_stride,
-                                                     .beside_heads = m->config.kv_heads,
-                                                     .amax = m->gpu->head_amax}
-                            : NULL);
-    return takes ? m->gpu->head_amax : NULL;
+                      k->head_amax ? &(struct rope_largest){.beside = k->qkv + h.q + h.kv,
+                                                            .beside_stride = h.qkv_stride,
+                                                            .beside_heads = w->m->config.kv_heads,
+                                                            .amax = k->head_amax}
+                                   : NULL);
 }
 
-static void attention(const struct pass *w, int layer, const float *head_amax, bool again)
+static void attention(const struct pass *w, int layer, bool again)
 {
     const struct model *m = w->m;
     const struct model_config *c = &m->config;
@@ -154,7 +150,7 @@ static void attention(const struct pass *w, int layer, const float *head_amax, b
                                                     .saved = saves ? k->attention : NULL,
                                                     .scratch = m->gpu->tool,
                                                     .stats = model_stats_cuda(m, layer, again),
-                                                    .amax = head_amax});
+                                                    .amax = k->head_amax});
 }
 
 void model_attend_cuda(const struct pass *w, int layer, bool again)
@@ -169,10 +165,10 @@ void model_attend_cuda(const struct pass *w, int layer, bool again)
         norm_heads(w, k, 0, c->heads, x->q_norm, k->q_inv);
         norm_heads(w, k, c->heads, c->kv_heads, x->k_norm, k->k_inv);
     }
-    const float *head_amax = rotate_measured(w, k);
+    rotate(w, k);
     model_group_close(m);
     model_group_open(m, "attention");
-    attention(w, layer, head_amax, again);
+    attention(w, layer, again);
     float *amax = model_amax_cuda(m, layer, PROJECTION_O, false);
     if (amax && !again) {
         linear_amax_cuda(k->attended, w->n * model_q_width(c), amax, m->options.cuda);

@@ -29,6 +29,12 @@ static bf16 *take_gate_up(const struct model *m, struct arena *arena)
     return take_bf16(arena, "activations: gate and up", m->gpu->rows * 2 * m->config.ffn);
 }
 
+static bool takes_amax(const struct model *m)
+{
+    const struct attention_variant *variant = m->options.variant;
+    return variant->takes_amax != NULL && variant->takes_amax(&m->options.attention);
+}
+
 static void take_kept(struct model *m, struct kept *k, struct arena *arena)
 {
     const struct model_config *c = &m->config;
@@ -41,6 +47,7 @@ static void take_kept(struct model *m, struct kept *k, struct arena *arena)
     k->q_inv = c->qk_norm ? take_f32(arena, label, n * c->heads) : NULL;
     k->k_inv = c->qk_norm ? take_f32(arena, label, n * c->kv_heads) : NULL;
     k->lse_log2 = take_f32(arena, label, n * c->heads);
+    k->head_amax = takes_amax(m) ? take_f32(arena, label, m->options.batch * (c->heads + 2 * c->kv_heads)) : NULL;
     k->attention = arena_take(arena, "attention state", m->attention_saved_bytes);
 }
 
@@ -188,7 +195,6 @@ static enum status take_cuda(struct model *m, struct arena *arena)
     g->inv_rms = take_f32(arena, "scratch", n);
     g->amax = take_f32(arena, "scratch", (int64_t)(2 * c->layers) * PROJECTIONS);
     g->weight_amax = take_f32(arena, "scratch", (int64_t)c->layers * PROJECTIONS);
-    g->head_amax = take_f32(arena, "scratch", o->batch * (c->heads + 2 * c->kv_heads));
     g->losses = take_f32(arena, "losses", n);
     g->lse = take_f32(arena, "losses", n);
     g->made_up = arena_take(arena, "losses", (size_t)(2 * n) * sizeof *g->made_up);

@@ -137,7 +137,9 @@ static void check_column(const struct publish_case *c, const uint8_t *column, co
     for (int64_t u = 0; u < s->batch * s->kv_heads; u++) {
         int64_t behind = 0;
         for (int64_t i = 0; i < D * padded; i++) {
-            const int64_t d = i / padded, p = i % padded, token = p / 16 * 16 + pi1[p % 16];
+            const int64_t d = i / padded, at = i % padded, word = at / 4 % 32;
+            const int64_t p = c->recipe.pv == PV_FP8 ? at : at / 128 * 128 + (word % 4 * 8 + word / 4) * 4 + at % 4;
+            const int64_t token = p / 16 * 16 + pi1[p % 16];
             rows[token * D + d] = column[u * D * padded + i];
             behind += token >= T && rows[token * D + d] != 0;
         }
