@@ -1,11 +1,11 @@
 /* model: head and cross entropy on the GPU, a chunk of rows at a time: logits by a matrix product, then one kernel that
  * turns a row of logits into its loss and its gradient, then the two products of backward.
  *
- * A row of the 8B vocabulary is half a megabyte. A cluster of eight blocks takes it, so that each block holds its slice
- * in registers between the sum and the gradient: the logits are read once, and each exponential is taken once. The
- * cluster stays for many rows; the next row and half of the one after are on their way to shared memory meanwhile, so
- * that no warp has to ask for more just when it waits for the slowest of the cluster. PTX ISA: clusters, distributed
- * shared memory, cp.async. */
+ * A row of the 8B vocabulary is half a megabyte, cut into four slices. For the gradient a cluster of four blocks takes
+ * the row, so that each holds its slice in registers between the sum and the gradient: the logits are read once, and
+ * each exponential is taken once. For the loss alone one block takes the slices in turn, with the same sums. Blocks
+ * stay for many rows; the next slice and half of the one after are on their way to shared memory meanwhile. PTX ISA:
+ * clusters, distributed shared memory, cp.async. */
 #include "core/cuda.cuh"
 #include "model/exponential.cuh"
 
@@ -14,9 +14,16 @@ extern "C" {
 #include "model/cross_entropy.h"
 }
 
-/* A thread holds 8 fours of logits and two blocks share a multiprocessor, for rows of up to 8 * 512 * 8 * 4 = 131072
- * logits; longer rows, of up to 262144, take twice the registers and one block. */
-enum { CLUSTER = 8, THREADS = 512, WARPS = THREADS / 32, PARTS = 3 /* halves of a slice in shared memory */ };
+/* A thread holds 8 fours of logits, so a slice has up to 32768: four slices for rows of up to 131072, eight for rows of
+ * up to 262144. One block of all registers a multiprocessor: half as large ones in clusters of eight left a tenth of
+ * the multiprocessors out and waited longer for their slowest block. */
+enum {
+    HELD = 8,
+    THREADS = 1024,
+    WARPS = THREADS / 32,
+    SLICE = HELD * THREADS, /* fours */
+    HALVES = 3              /* of a slice, in shared memory */
+};
 
 __device__ __forceinline__ void cluster_arrive()
 {
@@ -57,110 +64,134 @@ __device__ __forceinline__ running warp_join(running r)
     return r;
 }
 
-/* Joins all threads of the cluster in a fixed tree, in every one of them: each warp hands its part to all blocks, one
- * barrier, then each warp joins all parts. `turn` alternates from call to call: who still reads the parts of one call
- * has passed the barrier of the next before anybody writes for the next but one. */
-__device__ __forceinline__ running cluster_join(running r, int turn)
-{
-    __shared__ __align__(8) float2 parts[2][CLUSTER * WARPS];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    r = warp_join(r);
-    if (lane < CLUSTER) {
-        const uint32_t block = blockIdx.x % CLUSTER;
-        const uint32_t mine = (uint32_t)__cvta_generic_to_shared(&parts[turn][block * WARPS + warp]);
-        uint32_t theirs;
-        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(mine), "r"(lane));
-        asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(theirs), "f"(r.max), "f"(r.sum) : "memory");
-    }
-    cluster_arrive();
-    cluster_wait();
-    running all = {-INFINITY, 0.0f};
-#pragma unroll
-    for (int i = 0; i < CLUSTER * WARPS; i += 32) {
-        const float2 part = parts[turn][i + lane];
-        all = running_join(all, {part.x, part.y});
-    }
-    return warp_join(all);
-}
-
-/* ---- the slices of a cluster's rows ---- */
-
-/* Fours of logits in the slice of a block. A thread copies and uses every THREADS-th: no barrier between copy and use,
- * and neighbours copy neighbours, so that no sector is asked for twice. */
-__host__ __device__ static inline int slice_fours(int64_t vocab)
-{
-    return 2 * (int)((vocab / 8 + CLUSTER - 1) / CLUSTER);
-}
-
-struct slice {
-    int first, n; /* fours */
-};
-
-__device__ __forceinline__ slice slice_of(int64_t vocab)
-{
-    const int fours = slice_fours(vocab), first = (int)(blockIdx.x % CLUSTER) * fours;
-    return {first, min(fours, (int)(vocab / 4) - first)};
-}
-
-/* Half a slice on its way to shared memory; `half` counts this cluster's halves from its first row on. Behind the last
- * row there is nothing to wait for. */
-template <int HELD>
-__device__ __forceinline__ void half_start(const cross_entropy_rows &a, float4 *held, const slice &s, int half)
-{
-    const int64_t row = blockIdx.x / CLUSTER + half / 2 * (gridDim.x / CLUSTER);
-    if (row < a.rows) {
-        const float *from = a.logits + row * a.vocab + 4 * (int64_t)s.first;
-        float4 *to = held + half % PARTS * (HELD / 2 * THREADS);
-#pragma unroll
-        for (int h = 0; h < HELD / 2; h++) {
-            const int at = h * THREADS + (int)threadIdx.x, i = at + (int)(half % 2) * (HELD / 2 * THREADS);
-            if (i < s.n) {
-                asm volatile(
-                    "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(to + at)),
-                    "l"(from + 4 * (int64_t)i)
-                    : "memory");
-            }
-        }
-    }
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-/* What this thread copied itself; -Inf, which adds nothing, behind the slice's end. */
-template <int HELD> __device__ __forceinline__ void slice_read(float *x, const float4 *held, const slice &s, int half)
-{
-    const float4 *from[2] = {held + half % PARTS * (HELD / 2 * THREADS),
-                             held + (half + 1) % PARTS * (HELD / 2 * THREADS)};
-#pragma unroll
-    for (int h = 0; h < HELD; h++) {
-        const int lane = (int)threadIdx.x;
-        const float4 none = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
-        const float4 four = h * THREADS + lane < s.n ? from[2 * h / HELD][h % (HELD / 2) * THREADS + lane] : none;
-        x[4 * h] = four.x, x[4 * h + 1] = four.y, x[4 * h + 2] = four.z, x[4 * h + 3] = four.w;
-    }
-}
-
-/* ---- a row ---- */
-
 /* x[i] becomes exp(x[i] - base of their maximum); their maximum and sum. */
-template <int N> __device__ __forceinline__ running exponentials(float *x)
+__device__ __forceinline__ running exponentials(float *x)
 {
     float max[4], sum[4];
 #pragma unroll
-    for (int i = 0; i < N; i++) {
+    for (int i = 0; i < 4 * HELD; i++) {
         max[i % 4] = i < 4 ? x[i] : fmaxf(max[i % 4], x[i]);
     }
     const float most = fmaxf(fmaxf(max[0], max[1]), fmaxf(max[2], max[3])), base = base_of(most);
 #pragma unroll
-    for (int i = 0; i < N; i++) {
+    for (int i = 0; i < 4 * HELD; i++) {
         x[i] = exponential_fast(x[i] - base);
         sum[i % 4] = i < 4 ? x[i] : sum[i % 4] + x[i];
     }
     return {most, (sum[0] + sum[1]) + (sum[2] + sum[3])};
 }
 
-/* scale times the probabilities of the thread's logits; x: as exponentials leaves it. */
-template <int HELD>
-__device__ __forceinline__ void dlogits_store(bf16 *row, const float *x, const slice &s, float factor)
+/* The part of a warp's slice to all blocks of the cluster, or to the only one. */
+template <int SLICES, bool CLUSTER> __device__ __forceinline__ void part_give(running r, float2 *parts, int slice)
+{
+    const int lane = threadIdx.x & 31;
+    float2 *mine = parts + slice * WARPS + (threadIdx.x >> 5);
+    if constexpr (!CLUSTER) {
+        if (lane == 0) {
+            *mine = make_float2(r.max, r.sum);
+        }
+    } else if (lane < SLICES) {
+        uint32_t theirs;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;"
+            : "=r"(theirs)
+            : "r"((uint32_t)__cvta_generic_to_shared(mine)), "r"(lane));
+        asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(theirs), "f"(r.max), "f"(r.sum) : "memory");
+    }
+}
+
+/* All parts of a row, in a fixed tree, in every thread. */
+template <int SLICES> __device__ __forceinline__ running parts_join(const float2 *parts)
+{
+    running all = {-INFINITY, 0.0f};
+#pragma unroll
+    for (int i = 0; i < SLICES; i++) {
+        const float2 part = parts[i * WARPS + (threadIdx.x & 31)];
+        all = running_join(all, {part.x, part.y});
+    }
+    return warp_join(all);
+}
+
+/* ---- slices ---- */
+
+struct slice {
+    int first, n; /* fours of the row */
+};
+
+template <int SLICES> __device__ __forceinline__ slice slice_at(int64_t vocab, int number)
+{
+    const int fours = 2 * (int)((vocab / 8 + SLICES - 1) / SLICES), first = number * fours;
+    return {first, min(fours, (int)(vocab / 4) - first)};
+}
+
+/* What a block takes: units, each a slice of a row, two halves each. */
+template <int SLICES, bool CLUSTER> struct work {
+    int64_t first_row, rows_apart; /* this block's, or its cluster's */
+    int rank;                      /* of the block in its cluster */
+
+    __device__ __forceinline__ int64_t row_of(int unit) const
+    {
+        return first_row + (CLUSTER ? unit : unit / SLICES) * rows_apart;
+    }
+
+    __device__ __forceinline__ int slice_of(int unit) const
+    {
+        return CLUSTER ? rank : unit % SLICES;
+    }
+};
+
+/* Half a unit on its way to shared memory. A thread copies and uses every THREADS-th four: no barrier between copy and
+ * use, and neighbours copy neighbours, so that no sector is asked for twice. Behind the last row there is nothing to
+ * wait for. */
+template <int SLICES, bool CLUSTER>
+__device__ __forceinline__ void half_start(const cross_entropy_rows &a, float4 *held, const work<SLICES, CLUSTER> &w,
+                                           int half)
+{
+    const int64_t row = w.row_of(half / 2);
+    const slice s = slice_at<SLICES>(a.vocab, w.slice_of(half / 2));
+    const int at = half % 2 * (SLICE / 2) + (int)threadIdx.x;
+    const float *from = a.logits + row * a.vocab + 4 * (int64_t)(s.first + at);
+    const uint32_t to = (uint32_t)__cvta_generic_to_shared(held + half % HALVES * (SLICE / 2) + threadIdx.x);
+#pragma unroll
+    for (int h = 0; h < HELD / 2; h++) {
+        if (at + h * THREADS < s.n && row < a.rows) {
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + h * THREADS * 16),
+                         "l"(from + h * THREADS * 4)
+                         : "memory");
+        }
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+/* What this thread copied itself, of the unit whose first half this is; -Inf, which adds nothing, behind the slice's
+ * end. */
+__device__ __forceinline__ void unit_read(float *x, const float4 *held, const slice &s, int half)
+{
+    asm volatile("cp.async.wait_group %0;" ::"n"(HALVES - 2) : "memory");
+#pragma unroll
+    for (int h = 0; h < HELD; h++) {
+        const float4 *from = held + (half + 2 * h / HELD) % HALVES * (SLICE / 2) + h % (HELD / 2) * THREADS;
+        const float4 none = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
+        const float4 four = h * THREADS + (int)threadIdx.x < s.n ? from[threadIdx.x] : none;
+        x[4 * h] = four.x, x[4 * h + 1] = four.y, x[4 * h + 2] = four.z, x[4 * h + 3] = four.w;
+    }
+}
+
+/* Does this thread hold the target's logit? Then *logit = it. */
+__device__ __forceinline__ bool target_find(const float *x, const slice &s, int target, float *logit)
+{
+    const int at = target / 4 - s.first;
+    if (target < 0 || at < 0 || at >= s.n || at % THREADS != (int)threadIdx.x) {
+        return false;
+    }
+#pragma unroll
+    for (int i = 0; i < 4 * HELD; i++) {
+        *logit = i == at / THREADS * 4 + target % 4 ? x[i] : *logit;
+    }
+    return true;
+}
+
+/* factor times what exponentials left in x; zeros where the row does not count. */
+__device__ __forceinline__ void dlogits_store(bf16 *row, const float *x, const slice &s, float factor, bool counts)
 {
 #pragma unroll
     for (int h = 0; h < HELD; h++) {
@@ -168,114 +199,117 @@ __device__ __forceinline__ void dlogits_store(bf16 *row, const float *x, const s
         if (i < s.n) {
             __nv_bfloat162 pairs[2] = {__floats2bfloat162_rn(factor * x[4 * h], factor * x[4 * h + 1]),
                                        __floats2bfloat162_rn(factor * x[4 * h + 2], factor * x[4 * h + 3])};
-            *reinterpret_cast<uint2 *>(row + 4 * (int64_t)(s.first + i)) = *reinterpret_cast<uint2 *>(pairs);
+            const uint2 codes = *reinterpret_cast<uint2 *>(pairs);
+            *reinterpret_cast<uint2 *>(row + 4 * (int64_t)(s.first + i)) = counts ? codes : make_uint2(0, 0);
         }
     }
 }
 
-/* Loss, log-sum-exp and gradient of a row whose slice is in x. */
-template <int HELD>
-__device__ __forceinline__ void row_finish(const cross_entropy_rows &a, int64_t row, int target, float *x,
-                                           const slice &s, int turn, float loss_scale)
-{
-    /* The thread that holds the target's logit, and the logit. */
-    const int at = target / 4 - s.first;
-    const bool holds = at >= 0 && at < s.n && at % THREADS == (int)threadIdx.x;
-    float logit = 0.0f;
-    if (holds) {
-#pragma unroll
-        for (int i = 0; i < 4 * HELD; i++) {
-            logit = i == at / THREADS * 4 + target % 4 ? x[i] : logit;
-        }
-    }
-    const running mine = exponentials<4 * HELD>(x), all = cluster_join(mine, turn);
-    const float lse = all.max + logf(all.sum);
-    if (a.dlogits != NULL) {
-        dlogits_store<HELD>(a.dlogits + row * a.vocab, x, s, loss_scale * exponential_fast(base_of(mine.max) - lse));
-    }
-    if (holds) {
-        a.losses[row] = lse - logit;
-        a.lse[row] = lse;
-        if (a.dlogits != NULL) {
-            a.dlogits[row * a.vocab + target] = bf16_code(loss_scale * (exponential_fast(logit - lse) - 1.0f));
-        }
-    }
-}
+/* ---- rows ---- */
 
-/* An ignored row: all blocks of its cluster come here, and none waits for another. */
-__device__ __forceinline__ void row_ignore(const cross_entropy_rows &a, int64_t row, const slice &s)
-{
-    if (s.first == 0 && threadIdx.x == 0) {
-        a.losses[row] = 0.0f;
-        a.lse[row] = -INFINITY;
-    }
-    for (int i = (int)threadIdx.x; i < s.n && a.dlogits != NULL; i += THREADS) {
-        *reinterpret_cast<uint2 *>(a.dlogits + row * a.vocab + 4 * (int64_t)(s.first + i)) = make_uint2(0, 0);
-    }
-}
-
-/* Cluster k of n takes rows k, k + n, ... Every row's bits are its own. */
-template <int HELD, int BLOCKS>
-static __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, BLOCKS)
+/* CLUSTER: SLICES blocks take a row, with its gradient; else one block, the loss only. Who takes which rows changes no
+ * bit. */
+template <int SLICES, bool CLUSTER>
+static __global__ void __launch_bounds__(THREADS, 1)
     cross_entropy_kernel(const __grid_constant__ cross_entropy_rows a, const struct cuda_step *step)
 {
     extern __shared__ float4 held[];
-    const slice s = slice_of(a.vocab);
-    const float loss_scale = step->loss_scale;
-    int half = 0, turn = 0;
-    cluster_arrive(); /* nobody writes to a block that has not begun */
-    for (int first = 0; first < PARTS; first++) {
-        half_start<HELD>(a, held, s, first);
+    __shared__ float2 parts[2][SLICES * WARPS]; /* in turn: who still reads one has passed the next one's barrier */
+    const int team = CLUSTER ? SLICES : 1, units = CLUSTER ? 1 : SLICES;
+    const work<SLICES, CLUSTER> w = {blockIdx.x / team, gridDim.x / team, (int)(blockIdx.x % team)};
+    int half = 0;
+    if (CLUSTER) {
+        cluster_arrive(); /* nobody writes to a block that has not begun */
     }
-    cluster_wait();
-    for (int64_t row = blockIdx.x / CLUSTER; row < a.rows; row += gridDim.x / CLUSTER, half += 2) {
+    for (int first = 0; first < HALVES; first++) {
+        half_start(a, held, w, first);
+    }
+    if (CLUSTER) {
+        cluster_wait();
+    }
+    int turn = 0;
+    for (int64_t row = w.first_row; row < a.rows; row += w.rows_apart, turn ^= 1) {
         const int target = a.targets[row];
-        asm volatile("cp.async.wait_group %0;" ::"n"(PARTS - 2) : "memory");
-        float x[4 * HELD];
-        slice_read<HELD>(x, held, s, half);
-        half_start<HELD>(a, held, s, half + PARTS);
-        half_start<HELD>(a, held, s, half + PARTS + 1);
-        if (target < 0) { /* for all blocks of the cluster */
-            row_ignore(a, row, s);
+        float x[4 * HELD], logit = 0.0f;
+        bool holds = false;
+        running mine;
+        for (int unit = 0; unit < units; unit++, half += 2) {
+            const int number = w.slice_of(unit);
+            const slice s = slice_at<SLICES>(a.vocab, number);
+            unit_read(x, held, s, half);
+            half_start(a, held, w, half + HALVES);
+            half_start(a, held, w, half + HALVES + 1);
+            holds = target_find(x, s, target, &logit) || holds;
+            mine = exponentials(x);
+            part_give<SLICES, CLUSTER>(warp_join(mine), parts[turn], number);
+        }
+        if (CLUSTER) {
+            cluster_arrive();
+            cluster_wait();
         } else {
-            row_finish<HELD>(a, row, target, x, s, turn, loss_scale);
-            turn ^= 1;
+            __syncthreads();
+        }
+        const running all = parts_join<SLICES>(parts[turn]);
+        const float lse = all.max + logf(all.sum);
+        if (CLUSTER) {
+            dlogits_store(a.dlogits + row * a.vocab, x, slice_at<SLICES>(a.vocab, w.rank),
+                          step->loss_scale * exponential_fast(base_of(mine.max) - lse), target >= 0);
+        }
+        if (holds) {
+            a.losses[row] = lse - logit;
+            a.lse[row] = lse;
+            if (CLUSTER) {
+                a.dlogits[row * a.vocab + target] =
+                    bf16_code(step->loss_scale * (exponential_fast(logit - lse) - 1.0f));
+            }
+        } else if (target < 0 && w.rank == 0 && threadIdx.x == 0) {
+            a.losses[row] = 0.0f;
+            a.lse[row] = -INFINITY;
         }
     }
-    cluster_arrive(); /* nobody leaves while others write to its shared memory */
-    cluster_wait();
+    if (CLUSTER) { /* nobody leaves while others write to its shared memory */
+        cluster_arrive();
+        cluster_wait();
+    }
 }
 
-template <int HELD, int BLOCKS> static void rows_launch(const cross_entropy_rows &a, const cuda *on)
+template <int SLICES, bool CLUSTER> static void rows_launch(const cross_entropy_rows &a, const cuda *on)
 {
-    auto kernel = cross_entropy_kernel<HELD, BLOCKS>;
+    auto kernel = cross_entropy_kernel<SLICES, CLUSTER>;
+    const int team = CLUSTER ? SLICES : 1;
+    cudaLaunchAttribute cluster = {};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = team, cluster.val.clusterDim.y = 1, cluster.val.clusterDim.z = 1;
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(CLUSTER);
+    config.gridDim = dim3(team);
     config.blockDim = dim3(THREADS);
-    config.dynamicSmemBytes = (size_t)PARTS * (HELD / 2) * THREADS * sizeof(float4);
+    config.dynamicSmemBytes = HALVES * (SLICE / 2) * sizeof(float4);
     config.stream = on->stream;
+    config.attrs = &cluster;
+    config.numAttrs = 1;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)config.dynamicSmemBytes);
-    int clusters = 0; /* that the device runs at a time */
-    cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
-    if (error != cudaSuccess || clusters == 0) {
+    int teams = 0; /* that the device runs at a time */
+    cudaError_t error = cudaOccupancyMaxActiveClusters(&teams, kernel, &config);
+    if (error != cudaSuccess || teams == 0) {
         cuda_note(on, "cross_entropy: clusters", (int)(error != cudaSuccess ? error : cudaErrorInvalidConfiguration));
         return;
     }
-    const int64_t wanted = a.rows < clusters ? a.rows : clusters;
-    kernel<<<(unsigned int)(wanted * CLUSTER), THREADS, config.dynamicSmemBytes, on->stream>>>(a, on->step);
+    config.gridDim = dim3((unsigned int)(a.rows < teams ? a.rows : teams) * team);
+    cudaLaunchKernelEx(&config, kernel, a, (const struct cuda_step *)on->step);
     cuda_launched(on, "cross_entropy");
 }
 
 void cross_entropy_rows_cuda(const struct cross_entropy_rows *a, const cuda *on)
 {
-    ASSERT(a->vocab % 8 == 0 && slice_fours(a->vocab) <= 16 * THREADS);
+    ASSERT(a->vocab % 8 == 0 && a->vocab <= 8 * 4 * SLICE);
     if (a->rows == 0) {
         return;
     }
-    if (slice_fours(a->vocab) <= 8 * THREADS) {
-        rows_launch<8, 2>(*a, on);
+    const bool four = a->vocab <= 4 * 4 * SLICE;
+    if (a->dlogits != NULL) {
+        four ? rows_launch<4, true>(*a, on) : rows_launch<8, true>(*a, on);
     } else {
-        rows_launch<16, 1>(*a, on);
+        four ? rows_launch<4, false>(*a, on) : rows_launch<8, false>(*a, on);
     }
 }
 
