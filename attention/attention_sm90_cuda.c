@@ -198,10 +198,13 @@ static bool on_hopper(void)
     int device;
     int major = 0;
     int minor = 0;
-    return cudaGetDevice(&device) == cudaSuccess &&
-           cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-           cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess && major == 9 &&
-           minor == 0;
+    const bool found = cudaGetDevice(&device) == cudaSuccess &&
+                       cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+                       cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess;
+    if (!found) {
+        (void)cudaGetLastError(); /* no GPU is no error here, and no launch must find it */
+    }
+    return found && major == 9 && minor == 0;
 }
 
 static const char *refuses_sm90(const struct attention_shape *shape, const struct attention_recipe *recipe)
