@@ -48,7 +48,7 @@ struct publish_plan {
     score_operand scores[2]; /* Q, K */
     value_operand_sm90 v;
     int64_t tokens, padded;
-    int first; /* head that blocks count from: H + Hkv where only V is published */
+    int values; /* heads of V among those published: Hkv or none */
 };
 
 /* What one block works on. */
@@ -242,7 +242,9 @@ __device__ __forceinline__ void store_column(const value_operand_sm90 &o, int64_
     uint8_t *to = o.column + unit * FEATURES * padded + (int64_t)blockIdx.y * TOKENS;
 #pragma unroll
     for (int i = threadIdx.x; i < FEATURES * TOKENS / 16; i += THREADS) {
-        const int d = i / 8, quad = i % 8, first = o.fp8 ? quad * 4 : quad, step = o.fp8 ? 1 : 8;
+        /* Neighbouring features, or features 8 apart: so that a warp's reads fall into 32 banks. */
+        const int d = o.fp8 ? i / 8 : i / 256 * 32 + i / 8 % 4 * 8 + i / 32 % 8;
+        const int quad = i % 8, first = o.fp8 ? quad * 4 : quad, step = o.fp8 ? 1 : 8;
         const uint32_t *x = s.words[d];
         store_words(to + d * padded + quad * 16,
                     make_uint4(x[value_word(d, first)], x[value_word(d, first + step)],
@@ -311,18 +313,18 @@ __device__ __forceinline__ void publish_values(const value_operand_sm90 &o, cons
 
 /* ---- kernels ----------------------------------------------------------------------------------------------- */
 
-/* Grid (heads of Q, K and V from plan.first on, blocks of 128 tokens, batch). kind: 0 Q, 1 K, 2 V. */
+/* Grid (heads of V, Q and K that are published, blocks of 128 tokens, batch): those of V take longest and come first.
+ * kind: 0 Q, 1 K, 2 V. slot: where the head's magnitude is. */
 __device__ __forceinline__ publish_tile tile_of(const publish_plan &p, int &slot, int &kind)
 {
-    const int heads = (int)p.scores[0].heads, kv_heads = (int)p.scores[1].heads;
+    const int heads = (int)p.scores[0].heads, kv_heads = (int)p.scores[1].heads, x = (int)blockIdx.x - p.values;
     publish_tile t = {};
-    slot = (int)blockIdx.x + p.first;
-    kind = slot < heads ? 0 : slot < heads + kv_heads ? 1 : 2;
-    t.head = kind == 0 ? slot : kind == 1 ? slot - heads : slot - heads - kv_heads;
+    kind = x < 0 ? 2 : x < heads ? 0 : 1;
+    t.head = kind == 2 ? (int)blockIdx.x : kind == 0 ? x : x - heads;
     t.batch = (int)blockIdx.z;
     t.token = (int)blockIdx.y * TOKENS + (int)threadIdx.x / 32 * (2 * ROWS);
     t.first = blockIdx.y == 0;
-    slot += t.batch * (heads + 2 * kv_heads);
+    slot = t.batch * (heads + 2 * kv_heads) + (kind == 2 ? heads + kv_heads + t.head : x);
     return t;
 }
 
@@ -401,7 +403,7 @@ static publish_plan plan_of(const struct attention_publish_sm90 *a)
            recipe->mx_rule == MX_NEAREST};
     p.tokens = s->tokens;
     p.padded = attention_padded_sm90(s->tokens);
-    p.first = recipe->qk == QK_BF16 ? (int)(s->heads + s->kv_heads) : 0;
+    p.values = recipe->pv == PV_BF16 ? 0 : (int)s->kv_heads;
     return p;
 }
 
