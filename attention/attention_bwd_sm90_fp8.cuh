@@ -19,10 +19,17 @@ enum {
     BWD8_KEYS = 2 * BWD_KEYS * BWD_FEATURES,
 };
 
+/* The powers of two of one kv head. */
+struct bwd_lifts {
+    float dout, q, k, v, ds, score_q, score_k;
+};
+
 /* Maxima over one kv head and its query heads, as bits of non-negative floats; zero to begin with. */
 struct bwd_facts {
     uint32_t dout, dout_square, q, k, v, v_square; /* _square: largest squared norm of a row */
     uint32_t score_q, score_k;                     /* operands of the scores, where those are E4M3 */
+    uint32_t measured;                             /* blocks that went into them, plus 1 when lifts are known */
+    struct bwd_lifts lifts;
 };
 
 /* The recipe, as kernels ask for it. */
@@ -47,39 +54,9 @@ struct bwd8_plan {
     uint8_t *score_q, *score_k; /* rows of Q and K as E4M3, tile by tile, SWIZZLE_128B; NULL unless score_e4m3 */
 };
 
-/* The powers of two of one kv head. */
-struct bwd_lifts {
-    float dout, q, k, v, ds, score_q, score_k;
-};
-
-/* Largest 2^k with 2^k amax <= limit; 1 for zero, Inf and NaN (numerics/blocks.h). */
-static __device__ __forceinline__ float lift_for(float amax, float limit)
-{
-    if (!(amax > 0) || amax > 3.4028235e38f) {
-        return 1.0f;
-    }
-    int k = ilogbf(limit) - ilogbf(amax);
-    k -= ldexpf(amax, -ilogbf(amax)) > ldexpf(limit, -ilogbf(limit)) ? 1 : 0;
-    return ldexpf(1.0f, min(k, 126));
-}
-
 static __device__ __forceinline__ struct bwd_lifts lifts_of(const struct bwd8_plan &p, int unit)
 {
-    const struct bwd_facts f = p.facts[unit];
-    const float v = __uint_as_float(f.v);
-    struct bwd_lifts l;
-    l.dout = p.rules.dout_fixed ? 4.0f : lift_for(__uint_as_float(f.dout), p.rules.dout_e5m2 ? 57344.0f : 448.0f);
-    l.q = p.rules.view_fixed ? 4.0f : lift_for(__uint_as_float(f.q), 448.0f);
-    l.k = p.rules.view_fixed ? 4.0f : lift_for(__uint_as_float(f.k), 448.0f);
-    l.v = p.rules.value_e4m3 && !(v > 112.0f && v < INFINITY) ? 4.0f : lift_for(v, 448.0f);
-    l.score_q = lift_for(__uint_as_float(f.score_q), 448.0f);
-    l.score_k = lift_for(__uint_as_float(f.score_k), 448.0f);
-    const float bound =
-        2.0f * sqrtf(__uint_as_float(f.dout_square)) * (sqrtf(__uint_as_float(f.v_square)) / p.rules.value_unit);
-    l.ds = p.rules.ds_fixed ? 256.0f * p.b.scale
-           : !(bound > 0)   ? 1.0f
-                            : 16.0f * fminf(lift_for(bound, 448.0f), 0x1p100f);
-    return l;
+    return p.facts[unit].lifts;
 }
 
 /* Enqueues everything up to the operands, statistics and a zero dQ. K and V as the recipe's views want them. */
@@ -87,6 +64,7 @@ struct bwd8_inputs {
     struct head_view q, k, v, out, dout; /* q, k: of the gradient views; v: of dP */
     struct head_view score_q, score_k;   /* as scores multiply them */
     const float *lse;
+    const float *amax = NULL; /* (B, H + 2 Hkv) of a head of q, k (attention_bwd.amax), or NULL: found */
 };
 void bwd8_publish(const struct cuda *on, const struct bwd8_plan &p, const struct bwd8_inputs &in);
 

@@ -1,114 +1,7 @@
 /* attention: operands and statistics of the FP8 backward on Hopper. */
-#include "attention/attention_bwd_sm90_fp8.cuh"
+#include "attention/attention_bwd_sm90_facts.cuh"
 
-#include <cuda_fp8.h>
-
-enum { THREADS = 256 };
-
-/* ---- facts ------------------------------------------------------------------------------------------------- */
-
-static __device__ __forceinline__ float sum16(float x)
-{
-#pragma unroll
-    for (int o = 8; o > 0; o >>= 1) {
-        x += __shfl_xor_sync(0xffffffffu, x, o);
-    }
-    return x;
-}
-
-/* Bits of |x| grow with |x|, NaN above all. */
-static __device__ __forceinline__ uint32_t magnitude(float x)
-{
-    return __float_as_uint(x) & 0x7fffffffu;
-}
-
-/* One atomic a block; a maximum has no order. */
-static __device__ __forceinline__ void raise(uint32_t *fact, uint32_t bits)
-{
-    __shared__ uint32_t most;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        most = 0;
-    }
-    __syncthreads();
-    bits = __reduce_max_sync(0xffffffffu, bits);
-    if ((threadIdx.x & 31) == 0) {
-        atomicMax(&most, bits);
-    }
-    __syncthreads();
-    if (threadIdx.x == 0 && most != 0) {
-        atomicMax(fact, most);
-    }
-}
-
-/* Thread: 8 features (part = threadIdx & 15) of every 16th row of a tile of `rows`. Largest magnitude, and largest
- * squared norm of a row of x times `lift` rounded to E4M3 (lift 0: as it is). */
-struct extent {
-    uint32_t amax, square;
-};
-
-static __device__ __forceinline__ struct extent extent_of(const struct head_view &x, int batch, int head, int first,
-                                                          int rows, int tokens, float lift)
-{
-    const int part = threadIdx.x & 15;
-    const bf16 *data = x.data + batch * x.batch_stride + head * x.head_stride + part * 8;
-    struct extent e = {0, 0};
-    for (int i = threadIdx.x / 16; i < rows; i += THREADS / 16) {
-        float y[8], square = 0;
-        if (first + i < tokens) {
-            bf16x8_unpack(bf16x8_load(data + (int64_t)(first + i) * x.token_stride), y);
-#pragma unroll
-            for (int d = 0; d < 8; d++) {
-                e.amax = max(e.amax, magnitude(y[d]));
-                if (lift != 0) {
-                    y[d] = float(__nv_fp8_e4m3(y[d] * lift)) / lift;
-                }
-                square = fmaf(y[d], y[d], square);
-            }
-        }
-        e.square = max(e.square, magnitude(sum16(square)));
-    }
-    return e;
-}
-
-static __global__ void __launch_bounds__(THREADS) query_facts_kernel(struct bwd8_plan p, struct bwd8_inputs in)
-{
-    const int head = blockIdx.y, batch = blockIdx.z, first = blockIdx.x * BWD_QUERIES, T = p.b.tokens;
-    struct bwd_facts *f = p.facts + batch * p.b.kv_heads + head / (p.b.heads / p.b.kv_heads);
-    struct extent e = extent_of(in.dout, batch, head, first, BWD_QUERIES, T, 0);
-    raise(&f->dout, e.amax);
-    raise(&f->dout_square, e.square);
-    if (!p.rules.view_fixed) {
-        raise(&f->q, extent_of(in.q, batch, head, first, BWD_QUERIES, T, 0).amax);
-    }
-    if (p.rules.score_e4m3) {
-        raise(&f->score_q, extent_of(in.score_q, batch, head, first, BWD_QUERIES, T, 0).amax);
-    }
-}
-
-static __global__ void __launch_bounds__(THREADS) key_facts_kernel(struct bwd8_plan p, struct bwd8_inputs in)
-{
-    const int head = blockIdx.y, batch = blockIdx.z, first = blockIdx.x * BWD_KEYS, T = p.b.tokens;
-    struct bwd_facts *f = p.facts + batch * p.b.kv_heads + head;
-    raise(&f->k, extent_of(in.k, batch, head, first, BWD_KEYS, T, 0).amax);
-    struct extent e = extent_of(in.v, batch, head, first, BWD_KEYS, T, 0);
-    raise(&f->v, e.amax);
-    if (!p.rules.value_e4m3) {
-        raise(&f->v_square, e.square);
-    }
-    if (p.rules.score_e4m3) {
-        raise(&f->score_k, extent_of(in.score_k, batch, head, first, BWD_KEYS, T, 0).amax);
-    }
-}
-
-/* The norm of a V in E4M3, once its multiplier is known. */
-static __global__ void __launch_bounds__(THREADS) value_norm_kernel(struct bwd8_plan p, struct head_view v)
-{
-    const int head = blockIdx.y, batch = blockIdx.z, unit = batch * p.b.kv_heads + head;
-    struct bwd_facts *f = p.facts + unit;
-    const float lift = lifts_of(p, unit).v;
-    raise(&f->v_square, extent_of(v, batch, head, blockIdx.x * BWD_KEYS, BWD_KEYS, p.b.tokens, lift).square);
-}
+enum { AHEAD = 200 }; /* blocks by which measuring is ahead: fewer, and publishers wait; more, and the L2 cache loses */
 
 /* ---- operands ---------------------------------------------------------------------------------------------- */
 
@@ -132,182 +25,232 @@ static __device__ __forceinline__ void decode(uint2 codes, bool e5m2, float *y)
     }
 }
 
-enum { PITCH = BWD_FEATURES + 4 }; /* bytes of a row of codes in shared memory, to spread banks */
-
-static __device__ __forceinline__ void put_row(uint8_t *codes, int row, int part, uint2 x)
+/* 8 BF16 values times lift, as E4M3. */
+static __device__ __forceinline__ uint2 encode8(uint4 x, float lift)
 {
-    uint32_t *to = reinterpret_cast<uint32_t *>(codes + row * PITCH + part * 8);
-    to[0] = x.x;
-    to[1] = x.y;
+    float y[8];
+    bf16x8_unpack({x}, y);
+#pragma unroll
+    for (int d = 0; d < 8; d++) {
+        y[d] *= lift;
+    }
+    return encode(y, false);
 }
 
-/* Sixteen codes of feature d, rows from `row` on, in order pi1 or pi2. */
-static __device__ __forceinline__ uint4 column(const uint8_t *codes, int row, int d, bool pi2)
+static __device__ __forceinline__ uint2 only_if(bool yes, uint2 x)
 {
-    uint32_t w[4];
+    return make_uint2(yes ? x.x : 0, yes ? x.y : 0);
+}
+
+/* Codes of a tile in shared memory, row by row. Behind each 16 rows (a chunk of a column) come bytes that spread the
+ * chunks, which lanes read side by side, over the banks: 4 chunks and 8 words of 64 rows, 8 chunks and 4 words of 128.
+ */
+template <int ROWS> struct code_tile {
+    static constexpr int CHUNKS = ROWS / 16, CHUNK = 16 * BWD_FEATURES + 128 / CHUNKS;
+    static constexpr int BYTES = CHUNKS * CHUNK;
+
+    static __device__ __forceinline__ void put(uint8_t *codes, int row, uint2 x)
+    {
+        const int at = row / 16 * CHUNK + row % 16 * BWD_FEATURES + (threadIdx.x & 15) * 8;
+        *reinterpret_cast<uint2 *>(codes + at) = x;
+    }
+
+    /* 16 rows of 4 features (word `word` of a row), as 4 columns: rows in order pi1, or pi2. */
+    static __device__ __forceinline__ void columns(const uint8_t *codes, int chunk, int word, bool pi2, uint4 (&y)[4])
+    {
+        const uint32_t *from = reinterpret_cast<const uint32_t *>(codes + chunk * CHUNK) + word;
+        uint32_t w[4][4];
 #pragma unroll
-    for (int c = 0; c < 4; c++) {
-        w[c] = 0;
+        for (int c = 0; c < 4; c++) {
+            const int second = pi2 ? 8 : 1, third = pi2 ? 1 : 8;
+            const uint32_t a = from[(2 * c) * (BWD_FEATURES / 4)], b = from[(2 * c + second) * (BWD_FEATURES / 4)];
+            const uint32_t d = from[(2 * c + third) * (BWD_FEATURES / 4)], e = from[(2 * c + 9) * (BWD_FEATURES / 4)];
+            const uint32_t ab = bytes_by(a, b, 0x5140), de = bytes_by(d, e, 0x5140);
+            const uint32_t ab_high = bytes_by(a, b, 0x7362), de_high = bytes_by(d, e, 0x7362);
+            w[0][c] = bytes_by(ab, de, 0x5410);
+            w[1][c] = bytes_by(ab, de, 0x7632);
+            w[2][c] = bytes_by(ab_high, de_high, 0x5410);
+            w[3][c] = bytes_by(ab_high, de_high, 0x7632);
+        }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const int r = pi2 ? 2 * c + (i >> 1) + 8 * (i & 1) : 2 * c + (i & 1) + 8 * (i >> 1);
-            w[c] |= (uint32_t)codes[(row + r) * PITCH + d] << (8 * i);
+            y[i] = make_uint4(w[i][0], w[i][1], w[i][2], w[i][3]);
         }
     }
-    return make_uint4(w[0], w[1], w[2], w[3]);
-}
+};
 
-/* Columns of a tile of 64 rows, 64 bytes a feature. */
-static __device__ __forceinline__ void put_columns_64(const uint8_t *codes, uint8_t *to)
-{
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const int d = threadIdx.x / 4 + 64 * i, chunk = threadIdx.x & 3;
-        *reinterpret_cast<uint4 *>(to + swizzle_64(d, chunk * 16)) = column(codes, chunk * 16, d, false);
-    }
-}
+typedef code_tile<BWD_QUERIES> query_codes;
+typedef code_tile<BWD_KEYS> key_codes;
+
+enum { CODE_BYTES = 2 * query_codes::BYTES > key_codes::BYTES ? 2 * query_codes::BYTES : key_codes::BYTES };
 
 /* Rows of a tile of x, times lift, as E4M3 in SWIZZLE_128B. */
-static __device__ __forceinline__ void put_rows(const struct head_view &x, int batch, int head, int first, int rows,
-                                                int tokens, float lift, uint8_t *to)
+template <int ROWS>
+static __device__ __forceinline__ void put_rows(const uint4 (&x)[ROWS / PUBLISH_ROWS], float lift, int left,
+                                                uint8_t *to)
 {
-    const int part = threadIdx.x & 15;
-    const bf16 *data = x.data + batch * x.batch_stride + head * x.head_stride + part * 8;
-    for (int row = threadIdx.x / 16; row < rows; row += THREADS / 16) {
-        uint2 codes = make_uint2(0, 0);
-        if (first + row < tokens) {
-            float y[8];
-            bf16x8_unpack(bf16x8_load(data + (int64_t)(first + row) * x.token_stride), y);
 #pragma unroll
-            for (int d = 0; d < 8; d++) {
-                y[d] *= lift;
-            }
-            codes = encode(y, false);
-        }
-        *reinterpret_cast<uint2 *>(to + swizzle_128(row, part * 8)) = codes;
+    for (int i = 0; i < ROWS / PUBLISH_ROWS; i++) {
+        const int row = i * PUBLISH_ROWS + threadIdx.x / 16;
+        __stcs(reinterpret_cast<uint2 *>(to + swizzle_128(row, (threadIdx.x & 15) * 8)),
+               only_if(row < left, encode8(x[i], lift)));
     }
+}
+
+/* The codes of 8 features of dO, times 2^(n - LSE2) where P is rebuilt from codes; r: their share of <O, dO>. */
+static __device__ __forceinline__ uint2 encode_dout(const struct bwd8_plan &p, uint4 out, uint4 dout, float fold,
+                                                    float lift, float &r)
+{
+    float x[8], y[8], z[8];
+    bf16x8_unpack({out}, x);
+    bf16x8_unpack({dout}, y);
+#pragma unroll
+    for (int d = 0; d < 8; d++) {
+        z[d] = y[d] * fold * lift;
+    }
+    const uint2 codes = encode(z, p.rules.dout_e5m2);
+    if (!p.rules.raw_statistic) {
+        decode(codes, p.rules.dout_e5m2, y);
+    }
+    r = 0;
+#pragma unroll
+    for (int d = 0; d < 8; d++) {
+        r = fmaf(x[d], y[d], r);
+    }
+    return codes;
+}
+
+/* The first statistic of a tile's rows, what the kernel subtracts from base-2 scores; folds. By 64 threads. */
+static __device__ __forceinline__ void start_rows(const struct bwd8_plan &p, const float *lse, int row, int left,
+                                                  float *stats, float *folds)
+{
+    const float x = row < left ? lse[row] : -INFINITY;
+    const float n = p.rules.codes ? floorf(x) : x;
+    folds[row] = p.rules.codes && x != -INFINITY ? exp2f(n - x) : 1.0f;
+    stats[row] = x == -INFINITY ? INFINITY : n - p.shift;
 }
 
 /* Block: one tile of queries of one head. */
-static __global__ void __launch_bounds__(THREADS) publish_queries_kernel(struct bwd8_plan p, struct bwd8_inputs in)
+static __device__ __forceinline__ void publish_queries(const struct bwd8_plan &p, const struct bwd8_inputs &in,
+                                                       int unit, int head, int tile, uint8_t *codes)
 {
-    __shared__ __align__(16) uint8_t codes[2][BWD_QUERIES * PITCH];
-    const int tile = blockIdx.x, head = blockIdx.y, batch = blockIdx.z, part = threadIdx.x & 15;
+    __shared__ float folds[BWD_QUERIES];
+    const int batch = unit / p.b.kv_heads, first = tile * BWD_QUERIES, T = p.b.tokens, left = T - first;
     const int64_t at = ((int64_t)batch * p.b.heads + head) * p.b.tiles + tile;
-    const struct bwd_lifts l = lifts_of(p, batch * p.b.kv_heads + head / (p.b.heads / p.b.kv_heads));
     uint8_t *to = p.queries + at * BWD8_QUERIES;
     float *stats = p.b.stats + at * BWD_STATISTICS;
+    uint4 q[4], out[4], dout[4];
+    load_rows<4>(dout, in.dout, batch, head, first, T, true);
+    load_rows<4>(out, in.out, batch, head, first, T, true);
+    load_rows<4>(q, in.q, batch, head, first, T, true);
+    if (threadIdx.x / BWD_QUERIES == 1) {
+        if (threadIdx.x % BWD_QUERIES < 2) {
+            p.b.turns[at * 2 + threadIdx.x % BWD_QUERIES] = 0;
+        }
+        start_rows(p, in.lse + ((int64_t)batch * p.b.heads + head) * T + first, threadIdx.x % BWD_QUERIES, left, stats,
+                   folds);
+    }
     float4 *dq = reinterpret_cast<float4 *>(p.b.dq + at * BWD_TILE);
 #pragma unroll
-    for (int i = 0; i < BWD_TILE / 4 / THREADS; i++) {
-        dq[i * THREADS + threadIdx.x] = make_float4(0, 0, 0, 0);
+    for (int i = 0; i < BWD_TILE / 4 / PUBLISH_THREADS; i++) {
+        __stcs(dq + i * PUBLISH_THREADS + threadIdx.x, make_float4(0, 0, 0, 0));
     }
-    if (threadIdx.x < 2) {
-        p.b.turns[at * 2 + threadIdx.x] = 0;
-    }
-    const bf16 *q = in.q.data + batch * in.q.batch_stride + head * in.q.head_stride + part * 8;
-    const bf16 *out = in.out.data + batch * in.out.batch_stride + head * in.out.head_stride + part * 8;
-    const bf16 *dout = in.dout.data + batch * in.dout.batch_stride + head * in.dout.head_stride + part * 8;
+    const struct bwd_lifts l = wait_for_lifts(p, unit);
+    float r[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const int row = i * 16 + threadIdx.x / 16;
-        const int64_t token = (int64_t)tile * BWD_QUERIES + row;
-        float x[8], y[8], z[8], r = 0, lse = -INFINITY, n = 0, fold = 1;
-        uint2 dout_codes = make_uint2(0, 0), q_codes = make_uint2(0, 0);
-        if (token < p.b.tokens) {
-            lse = in.lse[((int64_t)batch * p.b.heads + head) * p.b.tokens + token];
-            if (p.rules.codes && lse != -INFINITY) {
-                n = floorf(lse);
-                fold = exp2f(n - lse);
-            }
-            bf16x8_unpack(bf16x8_load(q + token * in.q.token_stride), x);
-#pragma unroll
-            for (int d = 0; d < 8; d++) {
-                x[d] *= l.q;
-            }
-            q_codes = encode(x, false);
-            bf16x8_unpack(bf16x8_load(out + token * in.out.token_stride), x);
-            bf16x8_unpack(bf16x8_load(dout + token * in.dout.token_stride), y);
-#pragma unroll
-            for (int d = 0; d < 8; d++) {
-                z[d] = y[d] * fold * l.dout;
-            }
-            dout_codes = encode(z, p.rules.dout_e5m2);
-            if (!p.rules.raw_statistic) {
-                decode(dout_codes, p.rules.dout_e5m2, y);
-            }
-#pragma unroll
-            for (int d = 0; d < 8; d++) {
-                r = fmaf(x[d], y[d], r);
-            }
-            r *= p.rules.raw_statistic ? fold : 1.0f / l.dout;
-        }
-        put_row(codes[0], row, part, dout_codes);
-        put_row(codes[1], row, part, q_codes);
-        *reinterpret_cast<uint2 *>(to + swizzle_128(row, part * 8)) = dout_codes;
-        r = sum16(r);
-        if (part == 0) {
-            /* What the kernel subtracts from base-2 scores, and from dP in units of stored dS. */
-            stats[row] = lse == -INFINITY ? INFINITY : (p.rules.codes ? n : lse) - p.shift;
-            stats[BWD_QUERIES + row] = r * (l.ds * p.ds_factor);
-        }
+        const int row = i * PUBLISH_ROWS + threadIdx.x / 16;
+        const uint2 dout_codes = only_if(row < left, encode_dout(p, out[i], dout[i], folds[row], l.dout, r[i]));
+        query_codes::put(codes, row, dout_codes);
+        query_codes::put(codes + query_codes::BYTES, row, only_if(row < left, encode8(q[i], l.q)));
+        __stcs(reinterpret_cast<uint2 *>(to + swizzle_128(row, (threadIdx.x & 15) * 8)), dout_codes);
+        r[i] *= p.rules.raw_statistic ? folds[row] : 1.0f / l.dout;
+    }
+    const float sum = sum16(r);
+    if ((threadIdx.x & 3) == 0) { /* in units of stored dS */
+        const int row = row_of_sum() * PUBLISH_ROWS + threadIdx.x / 16;
+        stats[BWD_QUERIES + row] = row < left ? sum * (l.ds * p.ds_factor) : 0.0f;
     }
     __syncthreads();
-    put_columns_64(codes[0], to + BWD8_ROW);
-    put_columns_64(codes[1], to + 2 * BWD8_ROW);
+    const int view = threadIdx.x / 128, word = threadIdx.x / 4 % 32, chunk = threadIdx.x & 3;
+    uint4 y[4];
+    query_codes::columns(codes + view * query_codes::BYTES, chunk, word, false, y);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        __stcs(reinterpret_cast<uint4 *>(to + (1 + view) * BWD8_ROW + swizzle_64(4 * word + i, chunk * 16)), y[i]);
+    }
     if (p.rules.score_e4m3) {
-        put_rows(in.score_q, batch, head, tile * BWD_QUERIES, BWD_QUERIES, p.b.tokens, l.score_q,
-                 p.score_q + at * BWD8_ROW);
+        load_rows<4>(q, in.score_q, batch, head, first, T, true);
+        put_rows<BWD_QUERIES>(q, l.score_q, left, p.score_q + at * BWD8_ROW);
     }
 }
 
 /* Block: 128 keys of one kv head. */
-static __global__ void __launch_bounds__(THREADS) publish_keys_kernel(struct bwd8_plan p, struct bwd8_inputs in)
+static __device__ __forceinline__ void publish_keys(const struct bwd8_plan &p, const struct bwd8_inputs &in, int unit,
+                                                    int block, uint8_t *codes)
 {
-    __shared__ __align__(16) uint8_t codes[BWD_KEYS * PITCH];
-    const int head = blockIdx.y, batch = blockIdx.z, part = threadIdx.x & 15, unit = batch * p.b.kv_heads + head;
-    const int first = blockIdx.x * BWD_KEYS;
-    const int64_t at = (int64_t)unit * p.b.blocks + blockIdx.x;
-    const struct bwd_lifts l = lifts_of(p, unit);
+    const int batch = unit / p.b.kv_heads, kv = unit % p.b.kv_heads, first = block * BWD_KEYS, T = p.b.tokens;
+    const int64_t at = (int64_t)unit * p.b.blocks + block;
+    const int left = T - first;
     uint8_t *to = p.keys + at * BWD8_KEYS;
-    const bf16 *k = in.k.data + batch * in.k.batch_stride + head * in.k.head_stride + part * 8;
-    for (int row = threadIdx.x / 16; row < BWD_KEYS; row += THREADS / 16) {
-        uint2 k_codes = make_uint2(0, 0);
-        if (first + row < p.b.tokens) {
-            float x[8];
-            bf16x8_unpack(bf16x8_load(k + (int64_t)(first + row) * in.k.token_stride), x);
+    uint4 x[BWD_KEYS / PUBLISH_ROWS];
+    load_rows<BWD_KEYS / PUBLISH_ROWS>(x, in.k, batch, kv, first, T, true);
+    const struct bwd_lifts l = wait_for_lifts(p, unit);
 #pragma unroll
-            for (int d = 0; d < 8; d++) {
-                x[d] *= l.k;
-            }
-            k_codes = encode(x, false);
-        }
-        put_row(codes, row, part, k_codes);
+    for (int i = 0; i < BWD_KEYS / PUBLISH_ROWS; i++) {
+        const int row = i * PUBLISH_ROWS + threadIdx.x / 16;
+        key_codes::put(codes, row, only_if(row < left, encode8(x[i], l.k)));
     }
-    put_rows(in.v, batch, head, first, BWD_KEYS, p.b.tokens, l.v, to);
-    if (p.rules.score_e4m3) {
-        put_rows(in.score_k, batch, head, first, BWD_KEYS, p.b.tokens, l.score_k, p.score_k + at * (BWD8_KEYS / 2));
-    }
+    load_rows<BWD_KEYS / PUBLISH_ROWS>(x, in.v, batch, kv, first, T, true);
+    put_rows<BWD_KEYS>(x, l.v, left, to);
     __syncthreads();
+    const int word = threadIdx.x / 8, chunk = threadIdx.x & 7;
+    uint4 y[4];
+    key_codes::columns(codes, chunk, word, true, y);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const int d = threadIdx.x / 8 + 32 * i, chunk = threadIdx.x & 7;
-        *reinterpret_cast<uint4 *>(to + BWD8_KEYS / 2 + swizzle_128(d, chunk * 16)) =
-            column(codes, chunk * 16, d, true);
+        __stcs(reinterpret_cast<uint4 *>(to + BWD8_KEYS / 2 + swizzle_128(4 * word + i, chunk * 16)), y[i]);
+    }
+    if (p.rules.score_e4m3) {
+        load_rows<BWD_KEYS / PUBLISH_ROWS>(x, in.score_k, batch, kv, first, T, true);
+        put_rows<BWD_KEYS>(x, l.score_k, left, p.score_k + at * (BWD8_KEYS / 2));
+    }
+}
+
+/* ---- the order of blocks ----------------------------------------------------------------------------------- */
+
+/* Each kv head is `each` blocks that measure, and `others` that publish, from its end on: the L2 cache has the last
+ * tokens still. Measuring runs a head and AHEAD blocks ahead, so that few blocks find facts missing. Blocks start in
+ * order, so that those one waits for are running. */
+static __global__ void __launch_bounds__(PUBLISH_THREADS, 3)
+    publish_kernel(const struct bwd8_plan p, const struct bwd8_inputs in, int ahead)
+{
+    __shared__ __align__(16) uint8_t codes[CODE_BYTES];
+    const int group = p.b.heads / p.b.kv_heads, each = fact_blocks(p.b.tokens);
+    const int others = group * p.b.tiles + p.b.blocks, all = each + others;
+    const int index = blockIdx.x - ahead, unit = index / all, rest = index - unit * all;
+    const int measured = rest * each / all;
+    if (index < 0 || (rest + 1) * each / all > measured) {
+        const int n = index < 0 ? (int)blockIdx.x : ahead + unit * each + measured;
+        if (n < p.b.units * each) {
+            measure(p, in, n / each, n % each);
+        }
+        return;
+    }
+    const int n = others - 1 - (rest - measured);
+    if (n < group * p.b.tiles) {
+        publish_queries(p, in, unit, unit % p.b.kv_heads * group + n % group, n / group, codes);
+    } else {
+        publish_keys(p, in, unit, n - group * p.b.tiles, codes);
     }
 }
 
 void bwd8_publish(const struct cuda *on, const struct bwd8_plan &p, const struct bwd8_inputs &in)
 {
-    const dim3 tiles((unsigned int)p.b.tiles, (unsigned int)p.b.heads, (unsigned int)(p.b.units / p.b.kv_heads));
-    const dim3 blocks((unsigned int)p.b.blocks, (unsigned int)p.b.kv_heads, tiles.z);
+    const int each = fact_blocks(p.b.tokens);
+    const int all = each + p.b.heads / p.b.kv_heads * p.b.tiles + p.b.blocks;
+    const int ahead = min(each + AHEAD, p.b.units * each);
     cudaMemsetAsync(p.facts, 0, (size_t)p.b.units * sizeof *p.facts, on->stream);
-    query_facts_kernel<<<tiles, THREADS, 0, on->stream>>>(p, in);
-    key_facts_kernel<<<blocks, THREADS, 0, on->stream>>>(p, in);
-    if (p.rules.value_e4m3) {
-        value_norm_kernel<<<blocks, THREADS, 0, on->stream>>>(p, in.v);
-    }
-    publish_keys_kernel<<<blocks, THREADS, 0, on->stream>>>(p, in);
-    publish_queries_kernel<<<tiles, THREADS, 0, on->stream>>>(p, in);
+    publish_kernel<<<ahead + p.b.units * all, PUBLISH_THREADS, 0, on->stream>>>(p, in, ahead);
     cuda_launched(on, "attention backward, operands");
 }

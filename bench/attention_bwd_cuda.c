@@ -1,7 +1,7 @@
 /* bench: the attention backward of the variant sm90 in TF/s: 10 B H T^2 D operations, half if causal; the whole call,
- * with everything published. Usage: attention_bwd_cuda [runs [causal]], with the second only causal shapes. One line a
- * shape and recipe, dQ summed in any order and in one order; medians of CUDA events; the saved state is that of the
- * forward on random inputs. */
+ * with everything published; largest magnitudes of Q and K are known, as in the model. Usage: attention_bwd_cuda [runs
+ * [causal]], with the second only causal shapes. One line a shape and recipe, dQ summed in any order and in one order;
+ * medians of CUDA events; the saved state is that of the forward on random inputs. */
 #include "attention/attention_bwd_sm90.h"
 #include "attention/attention_sm90.h"
 #include "bench/gpu.h"
@@ -40,7 +40,7 @@ static double backward_ms(struct cuda *cuda, const struct attention_bwd *call, i
 /* The inputs of one shape, on the device. */
 struct inputs {
     bf16 *q, *k, *v, *out, *dout, *dq, *dk, *dv;
-    float *lse;
+    float *lse, *amax;
 };
 
 static void bench_recipe(struct cuda *cuda, const struct attention_shape *s, const struct inputs *x,
@@ -58,6 +58,7 @@ static void bench_recipe(struct cuda *cuda, const struct attention_shape *s, con
     bwd.dq = view_of(x->dq, s, HEADS);
     bwd.dk = view_of(x->dk, s, KV_HEADS);
     bwd.dv = view_of(x->dv, s, KV_HEADS);
+    fwd.amax = bwd.amax = x->amax;
     fwd.scratch = bwd.scratch = scratch;
     attention_fwd_sm90(&fwd);
     bwd.unordered = true;
@@ -73,6 +74,19 @@ static void bench_recipe(struct cuda *cuda, const struct attention_shape *s, con
     fflush(stdout);
     cuda_free(saved);
     cuda_free(scratch);
+}
+
+static void measure(struct cuda *cuda, const struct attention_shape *s, const struct inputs *x)
+{
+    struct attention_recipe recipe = attention_recipe_bf16();
+    recipe.qk = QK_NVFP4;
+    recipe.pv = PV_FP8;
+    const struct attention_publish_sm90 all = {.shape = *s,
+                                               .recipe = &recipe,
+                                               .q = view_of(x->q, s, HEADS),
+                                               .k = view_of(x->k, s, KV_HEADS),
+                                               .v = view_of(x->v, s, KV_HEADS)};
+    attention_measure_heads_sm90(cuda, &all, x->amax);
 }
 
 static void bench_shape(struct cuda *cuda, const struct attention_shape *s, int runs)
@@ -101,7 +115,9 @@ static void bench_shape(struct cuda *cuda, const struct attention_shape *s, int 
         .dk = device_memory((size_t)keys * sizeof(bf16)),
         .dv = device_memory((size_t)keys * sizeof(bf16)),
         .lse = device_memory((size_t)(s->batch * HEADS * s->tokens) * sizeof(float)),
+        .amax = device_memory((size_t)(s->batch * (HEADS + 2 * KV_HEADS)) * sizeof(float)),
     };
+    measure(cuda, s, &x);
     for (size_t i = 0; i < sizeof routes / sizeof *routes; i++) {
         struct attention_recipe recipe = attention_recipe_bf16();
         recipe.qk = routes[i].qk;
@@ -109,7 +125,7 @@ static void bench_shape(struct cuda *cuda, const struct attention_shape *s, int 
         attention_recipe_preset(&recipe, routes[i].backward);
         bench_recipe(cuda, s, &x, &recipe, runs);
     }
-    void *all[] = {x.q, x.k, x.v, x.dout, x.out, x.dq, x.dk, x.dv, x.lse};
+    void *all[] = {x.q, x.k, x.v, x.dout, x.out, x.dq, x.dk, x.dv, x.lse, x.amax};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
         cuda_free(all[i]);
     }

@@ -1,0 +1,321 @@
+/* attention: what the FP8 backward on Hopper must know of a kv head and its query heads before it can round anything:
+ * maxima over all their tokens, and the powers of two that follow (struct bwd_facts). For
+ * attention_bwd_sm90_publish.cu.
+ *
+ * Blocks that measure and blocks that publish are blocks of one kernel; the latter wait until the facts of their kv
+ * head are complete. What they read then lies in the L2 cache still. */
+#pragma once
+
+#include "attention/attention_bwd_sm90_fp8.cuh"
+
+#include <cuda_fp8.h>
+
+enum {
+    PUBLISH_THREADS = 256,
+    PUBLISH_WARPS = PUBLISH_THREADS / 32,
+    PUBLISH_ROWS = PUBLISH_THREADS / 16, /* 16 threads hold a row */
+    FACT_TOKENS = 2 * PUBLISH_ROWS,      /* of a block that measures, of all heads: few, so that it ends soon */
+    FACT_HEADS = 4,                      /* at a time */
+};
+
+/* ---- rows of a head ---------------------------------------------------------------------------------------- */
+
+/* [createpolicy] L2 keeps lines that are read again soon, and gives up those that were read for the last time. */
+static __device__ __forceinline__ uint64_t l2_policy(bool last)
+{
+    uint64_t policy;
+    if (last) {
+        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    } else {
+        asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    }
+    return policy;
+}
+
+/* [ld, cache_hint] */
+static __device__ __forceinline__ uint4 load_by_policy(const void *from, uint64_t policy)
+{
+    uint4 x;
+    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(from), "l"(policy));
+    return x;
+}
+
+/* This thread's 8 features (part threadIdx & 15) of tokens first + threadIdx / 16 + 16 i; beyond the sequence the last
+ * token's. `last`: nobody reads them again. Offsets from the first token take 32 bits: N x 16 strides. */
+template <int N>
+static __device__ __forceinline__ void load_rows(uint4 *x, const struct head_view &view, int batch, int head, int first,
+                                                 int tokens, bool last)
+{
+    const char *tile = reinterpret_cast<const char *>(view.data + batch * view.batch_stride + head * view.head_stride +
+                                                      first * view.token_stride);
+    const uint32_t stride = (uint32_t)view.token_stride * sizeof(bf16);
+    const uint64_t policy = l2_policy(last);
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const uint32_t row = min(i * PUBLISH_ROWS + (int)threadIdx.x / 16, tokens - 1 - first);
+        x[i] = load_by_policy(tile + (row * stride + (threadIdx.x & 15) * 16), policy);
+    }
+}
+
+/* Sums of four rows, each over the 16 lanes that hold it, in the order of a butterfly; this lane's is that of row
+ * row_of_sum(). */
+static __device__ __forceinline__ float sum16(const float (&x)[4])
+{
+    const bool high = (threadIdx.x & 8) != 0, odd = (threadIdx.x & 4) != 0;
+    const float a = (high ? x[2] : x[0]) + __shfl_xor_sync(0xffffffffu, high ? x[0] : x[2], 8);
+    const float b = (high ? x[3] : x[1]) + __shfl_xor_sync(0xffffffffu, high ? x[1] : x[3], 8);
+    float y = (odd ? b : a) + __shfl_xor_sync(0xffffffffu, odd ? a : b, 4);
+    y += __shfl_xor_sync(0xffffffffu, y, 2);
+    return y + __shfl_xor_sync(0xffffffffu, y, 1);
+}
+
+static __device__ __forceinline__ int row_of_sum()
+{
+    return (threadIdx.x >> 2 & 2) + (threadIdx.x >> 2 & 1);
+}
+
+/* ---- powers of two ----------------------------------------------------------------------------------------- */
+
+#define VALUE_LIFT 4.0f /* value_e4m3: of V, unless 4 |v| would leave E4M3 */
+
+/* Largest 2^k with 2^k amax <= limit; 1 for zero, Inf and NaN (numerics/blocks.h). */
+static __device__ __forceinline__ float lift_for(float amax, float limit)
+{
+    if (!(amax > 0) || amax > 3.4028235e38f) {
+        return 1.0f;
+    }
+    int k = ilogbf(limit) - ilogbf(amax);
+    k -= ldexpf(amax, -ilogbf(amax)) > ldexpf(limit, -ilogbf(limit)) ? 1 : 0;
+    return ldexpf(1.0f, min(k, 126));
+}
+
+static __device__ __forceinline__ float value_lift(const struct bwd8_plan &p, float v)
+{
+    return p.rules.value_e4m3 && !(v > 448.0f / VALUE_LIFT && v < INFINITY) ? VALUE_LIFT : lift_for(v, 448.0f);
+}
+
+static __device__ __noinline__ struct bwd_lifts lifts_from(const struct bwd_rules r, const struct bwd_facts f, float v,
+                                                           float scale)
+{
+    struct bwd_lifts l;
+    l.dout = r.dout_fixed ? 4.0f : lift_for(__uint_as_float(f.dout), r.dout_e5m2 ? 57344.0f : 448.0f);
+    l.q = r.view_fixed ? 4.0f : lift_for(__uint_as_float(f.q), 448.0f);
+    l.k = r.view_fixed ? 4.0f : lift_for(__uint_as_float(f.k), 448.0f);
+    l.v = v;
+    l.score_q = lift_for(__uint_as_float(f.score_q), 448.0f);
+    l.score_k = lift_for(__uint_as_float(f.score_k), 448.0f);
+    const float bound =
+        2.0f * sqrtf(__uint_as_float(f.dout_square)) * (sqrtf(__uint_as_float(f.v_square)) / r.value_unit);
+    l.ds = r.ds_fixed ? 256.0f * scale : !(bound > 0) ? 1.0f : 16.0f * fminf(lift_for(bound, 448.0f), 0x1p100f);
+    return l;
+}
+
+/* ---- maxima ------------------------------------------------------------------------------------------------ */
+
+/* The facts of the rows that one thread has seen, numbered as struct bwd_facts. */
+enum { FACT_DOUT, FACT_DOUT_SQUARE, FACT_Q, FACT_K, FACT_V, FACT_V_SQUARE, FACT_SCORE_Q, FACT_SCORE_K, FACTS };
+
+/* `most`, and the magnitudes of N x 8 BF16 values: two maxima side by side; bits of |x| grow with |x|, NaN above all.
+ */
+template <int N> static __device__ __forceinline__ uint32_t amax2(uint32_t most, const uint4 *x)
+{
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        most = __vmaxu2(most, __vmaxu2(__vmaxu2(x[i].x & 0x7fff7fffu, x[i].y & 0x7fff7fffu),
+                                       __vmaxu2(x[i].z & 0x7fff7fffu, x[i].w & 0x7fff7fffu)));
+    }
+    return most;
+}
+
+/* The larger one, as bits of a float. */
+static __device__ __forceinline__ uint32_t amax1(uint32_t two)
+{
+    return max(two << 16, two & 0xffff0000u);
+}
+
+/* The largest squared norm, as bits, of 4 rows of x times lift rounded to E4M3, over lift; 0: of x. */
+static __device__ __forceinline__ uint32_t square_most(const uint4 *x, float lift)
+{
+    float square[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float y[8];
+        square[i] = 0;
+        bf16x8_unpack({x[i]}, y);
+#pragma unroll
+        for (int d = 0; d < 8; d++) {
+            if (lift != 0) {
+                y[d] = float(__nv_fp8_e4m3(y[d] * lift)) / lift;
+            }
+            square[i] = fmaf(y[d], y[d], square[i]);
+        }
+    }
+    return __float_as_uint(sum16(square)) & 0x7fffffffu;
+}
+
+/* [atom.add, acq_rel] What this thread, and those it met at barriers, wrote before is seen by whoever finds the sum. */
+static __device__ __forceinline__ uint32_t count_one(uint32_t *counter)
+{
+    uint32_t before;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+}
+
+/* The largest of the block in each word, to global memory; a maximum has no order. Thread 0 counts the block; its
+ * result is how many came before. */
+static __device__ __forceinline__ uint32_t raise(struct bwd_facts *f, const uint32_t (&most)[FACTS])
+{
+    __shared__ uint32_t warps[PUBLISH_WARPS][FACTS];
+    __shared__ uint32_t before;
+#pragma unroll
+    for (int i = 0; i < FACTS; i++) {
+        const uint32_t x = __reduce_max_sync(0xffffffffu, most[i]);
+        if ((threadIdx.x & 31) == 0) {
+            warps[threadIdx.x / 32][i] = x;
+        }
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        if (threadIdx.x < FACTS) {
+            uint32_t x = 0;
+#pragma unroll
+            for (int warp = 0; warp < PUBLISH_WARPS; warp++) {
+                x = max(x, warps[warp][threadIdx.x]);
+            }
+            if (x != 0) {
+                atomicMax(&f->dout + threadIdx.x, x);
+            }
+        }
+        __syncwarp();
+        if (threadIdx.x == 0) {
+            before = count_one(&f->measured);
+        }
+    }
+    __syncthreads();
+    return before;
+}
+
+/* A V whose multiplier is not the one that measure() took for granted: its norm again. */
+static __device__ __forceinline__ uint32_t square_again(const struct head_view &v, int batch, int head, int tokens,
+                                                        float lift)
+{
+    __shared__ uint32_t most;
+    if (threadIdx.x == 0) {
+        most = 0;
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int first = 0; first < tokens; first += 4 * PUBLISH_ROWS) {
+        uint4 x[4];
+        load_rows<4>(x, v, batch, head, first, tokens, false);
+        atomicMax(&most, square_most(x, lift));
+    }
+    __syncthreads();
+    return most;
+}
+
+/* Largest magnitudes that the caller knows: of Q over the kv head's query heads, and of K. */
+static __device__ __forceinline__ void take_amax(const struct bwd8_plan &p, const float *amax, int unit,
+                                                 struct bwd_facts &f)
+{
+    const int group = p.b.heads / p.b.kv_heads, kv = unit % p.b.kv_heads;
+    amax += (int64_t)(unit / p.b.kv_heads) * (p.b.heads + 2 * p.b.kv_heads);
+    for (int head = kv * group; head < (kv + 1) * group; head++) {
+        f.q = max(f.q, __float_as_uint(amax[head]));
+    }
+    f.k = __float_as_uint(amax[p.b.heads + kv]);
+}
+
+/* By the block that measured last: the powers of two. */
+static __device__ __forceinline__ void conclude(const struct bwd8_plan &p, const struct bwd8_inputs &in, int unit)
+{
+    struct bwd_facts *f = p.facts + unit;
+    const float lift = value_lift(p, __uint_as_float(__ldcg(&f->v)));
+    const bool again = p.rules.value_e4m3 && lift != VALUE_LIFT;
+    uint32_t square = 0;
+    if (again) {
+        square = square_again(in.v, unit / p.b.kv_heads, unit % p.b.kv_heads, p.b.tokens, lift);
+    }
+    if (threadIdx.x == 0) {
+        struct bwd_facts all = *f;
+        all.v_square = again ? square : all.v_square;
+        if (in.amax != NULL) {
+            take_amax(p, in.amax, unit, all);
+        }
+        f->lifts = lifts_from(p.rules, all, lift, p.b.scale);
+        count_one(&f->measured);
+    }
+}
+
+/* Number of blocks that measure one kv head. */
+static __host__ __device__ __forceinline__ int fact_blocks(int tokens)
+{
+    return (tokens + FACT_TOKENS - 1) / FACT_TOKENS;
+}
+
+/* The rows of a kv head's query heads, four heads at a time (the last one again where there are fewer). */
+static __device__ __forceinline__ void load_heads(uint4 (&x)[8], const struct head_view &view, int batch, int head,
+                                                  int end, int first, int tokens)
+{
+#pragma unroll
+    for (int i = 0; i < FACT_HEADS; i++) {
+        load_rows<2>(x + 2 * i, view, batch, min(head + i, end - 1), first, tokens, false);
+    }
+}
+
+/* Block: FACT_TOKENS tokens of one kv head and its query heads. */
+static __device__ __forceinline__ void measure(const struct bwd8_plan &p, const struct bwd8_inputs &in, int unit,
+                                               int block)
+{
+    const int group = p.b.heads / p.b.kv_heads, batch = unit / p.b.kv_heads, kv = unit % p.b.kv_heads;
+    const int first = block * FACT_TOKENS, T = p.b.tokens, end = (kv + 1) * group;
+    uint32_t most[FACTS] = {};
+    uint4 x[8], y[4];
+#pragma unroll 1
+    for (int head = kv * group; head < end; head += FACT_HEADS) {
+        load_heads(x, in.dout, batch, head, end, first, T);
+        most[FACT_DOUT] = amax2<8>(most[FACT_DOUT], x);
+        most[FACT_DOUT_SQUARE] = max(most[FACT_DOUT_SQUARE], max(square_most(x, 0), square_most(x + 4, 0)));
+        if (!p.rules.view_fixed && in.amax == NULL) {
+            load_heads(x, in.q, batch, head, end, first, T);
+            most[FACT_Q] = amax2<8>(most[FACT_Q], x);
+        }
+        if (p.rules.score_e4m3) {
+            load_heads(x, in.score_q, batch, head, end, first, T);
+            most[FACT_SCORE_Q] = amax2<8>(most[FACT_SCORE_Q], x);
+        }
+    }
+    load_rows<2>(y, in.v, batch, kv, first, T, false);
+    y[2] = y[0]; /* square_most takes four */
+    y[3] = y[1];
+    most[FACT_V] = amax1(amax2<2>(0, y));
+    most[FACT_V_SQUARE] = p.rules.value_e4m3 ? square_most(y, VALUE_LIFT) : square_most(y, 0);
+    if (!p.rules.view_fixed && in.amax == NULL) {
+        load_rows<2>(y, in.k, batch, kv, first, T, false);
+        most[FACT_K] = amax1(amax2<2>(0, y));
+    }
+    if (p.rules.score_e4m3) {
+        load_rows<2>(y, in.score_k, batch, kv, first, T, false);
+        most[FACT_SCORE_K] = amax1(amax2<2>(0, y));
+    }
+    most[FACT_DOUT] = amax1(most[FACT_DOUT]);
+    most[FACT_Q] = amax1(most[FACT_Q]);
+    most[FACT_SCORE_Q] = amax1(most[FACT_SCORE_Q]);
+    if (raise(p.facts + unit, most) == (uint32_t)fact_blocks(T) - 1) {
+        conclude(p, in, unit);
+    }
+}
+
+/* Waits, as a block, until the powers of two of a kv head are known. */
+static __device__ __forceinline__ struct bwd_lifts wait_for_lifts(const struct bwd8_plan &p, int unit)
+{
+    if (threadIdx.x == 0) {
+        while (turn_of(&p.facts[unit].measured) <= (uint32_t)fact_blocks(p.b.tokens)) {
+            __nanosleep(100);
+        }
+    }
+    __syncthreads();
+    return lifts_of(p, unit);
+}
