@@ -387,6 +387,7 @@ static __global__ void __launch_bounds__(THREADS, 3)
     embedding_sums_kernel(const int32_t *tokens, const bf16 *dout, int64_t width, void *dweight, lists l)
 {
     __shared__ long_ring ring;
+    asm volatile("griddepcontrol.wait;" ::: "memory"); /* until the counts are there: launched meanwhile */
     if (blockIdx.x >= LONG_BLOCKS) {
         shorts_sum<BF16>(tokens, dout, width, dweight, l, (int64_t)(blockIdx.x - LONG_BLOCKS) * GROUP,
                          8 * (blockIdx.y * (int64_t)THREADS + threadIdx.x));
@@ -413,6 +414,15 @@ void embedding_bwd_cuda(const embedding_bwd *a, const cuda *on)
     cuda_launched(on, "embedding_count");
     const dim3 blocks(LONG_BLOCKS + cuda_blocks(a->count, GROUP), cuda_blocks(a->width, 8 * THREADS));
     auto kernel = a->grad_type == DTYPE_BF16 ? embedding_sums_kernel<true> : embedding_sums_kernel<false>;
-    kernel<<<blocks, THREADS, 0, on->stream>>>(a->tokens, a->dout, a->width, a->dweight, l);
+    cudaLaunchAttribute early = {}; /* PTX ISA, griddepcontrol */
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = blocks;
+    config.blockDim = dim3(THREADS);
+    config.stream = on->stream;
+    config.attrs = &early;
+    config.numAttrs = 1;
+    cudaLaunchKernelEx(&config, kernel, a->tokens, a->dout, a->width, a->dweight, l);
     cuda_launched(on, "embedding_sums");
 }

@@ -6,28 +6,33 @@
  * branch: where all their moments are sound (neither tiny nor huge), the same correctly rounded results are made
  * without; else by the intrinsics. */
 #include "core/cuda.cuh"
+#include "optim/adamw_divide.cuh"
+#include "optim/adamw_fours.cuh"
 #include "optim/adamw_master.cuh"
 #include "optim/adamw_plan.cuh"
 
 extern "C" {
-#include "numerics/formats.h"
 #include "optim/adamw.h"
 #include "optim/adamw_terms.h"
 }
 
-enum { ADAMW_THREADS = 256, ADAMW_QUADS = 2 /* groups of four elements that a thread has on their way */ };
+enum {
+    ADAMW_QUADS = 2, /* groups of four elements that a thread has on their way */
+    PHILOX_ROUNDS = 10,
+};
 
-/* ---- four neighbours ---- */
+/* ---- four elements ---- */
 
 /* By value into the kernel. */
 struct update {
     struct adamw_terms terms;
-    float inverse1, inverse2; /* of the corrections */
+    float inverse1, inverse2; /* of the corrections, */
+    int divide_steps;         /* and what their quotients need, see divide_by */
     bool sound;               /* eps and the corrections lie within the bounds of sound_m and sound_v */
     struct adamw_cuda state;
     const void *grads;
     float weight_decay;
-    uint64_t seed;
+    uint32_t keys[2 * PHILOX_ROUNDS]; /* of the rounds of Philox, from the seed */
     uint32_t number;
     bool stochastic;
 };
@@ -35,81 +40,6 @@ struct update {
 struct quad {
     float w[4], m[4], v[4], g[4];
 };
-
-/* Four codes of 16 bits, the first in the lowest half. FULL: at an aligned address. Else the first n of four, anywhere;
- * the others are 0. */
-template <bool FULL> __device__ __forceinline__ uint2 codes_load(const void *from, uint64_t at, int n)
-{
-    const uint16_t *p = static_cast<const uint16_t *>(from) + at;
-    if constexpr (FULL) {
-        return *reinterpret_cast<const uint2 *>(p);
-    } else {
-        return make_uint2((n > 0 ? p[0] : 0u) | (n > 1 ? (uint32_t)p[1] << 16 : 0u),
-                          (n > 2 ? p[2] : 0u) | (n > 3 ? (uint32_t)p[3] << 16 : 0u));
-    }
-}
-
-template <bool FULL> __device__ __forceinline__ void codes_store(void *to, uint64_t at, int n, uint2 codes)
-{
-    uint16_t *p = static_cast<uint16_t *>(to) + at;
-    if constexpr (FULL) {
-        *reinterpret_cast<uint2 *>(p) = codes;
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            if (i < n) {
-                p[i] = (uint16_t)((i < 2 ? codes.x : codes.y) >> 16 * (i % 2));
-            }
-        }
-    }
-}
-
-/* Upper, lower halves of four words. */
-__device__ __forceinline__ uint2 upper_halves(const uint32_t *words)
-{
-    return make_uint2(__byte_perm(words[0], words[1], 0x7632), __byte_perm(words[2], words[3], 0x7632));
-}
-
-__device__ __forceinline__ uint2 lower_halves(const uint32_t *words)
-{
-    return make_uint2(__byte_perm(words[0], words[1], 0x5410), __byte_perm(words[2], words[3], 0x5410));
-}
-
-__device__ __forceinline__ bf16 code_at(uint2 codes, int i)
-{
-    return (bf16)((i < 2 ? codes.x : codes.y) >> 16 * (i % 2));
-}
-
-template <bool BF16, bool FULL> __device__ __forceinline__ void load4(const void *from, uint64_t at, int n, float *x)
-{
-    if constexpr (BF16) {
-        const uint2 codes = codes_load<FULL>(from, at, n);
-        x[0] = __uint_as_float(codes.x << 16), x[1] = __uint_as_float(codes.x & 0xffff0000u);
-        x[2] = __uint_as_float(codes.y << 16), x[3] = __uint_as_float(codes.y & 0xffff0000u);
-    } else if constexpr (FULL) {
-        const float4 four = *reinterpret_cast<const float4 *>(static_cast<const float *>(from) + at);
-        x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            x[i] = i < n ? static_cast<const float *>(from)[at + i] : 0.0f;
-        }
-    }
-}
-
-template <bool FULL> __device__ __forceinline__ void floats_store(float *to, uint64_t at, int n, const float *x)
-{
-    if constexpr (FULL) {
-        *reinterpret_cast<float4 *>(to + at) = make_float4(x[0], x[1], x[2], x[3]);
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            if (i < n) {
-                to[at + i] = x[i];
-            }
-        }
-    }
-}
 
 template <bool MASTER, bool MOMENTS_BF16, bool GRADS_BF16, bool FULL>
 __device__ __forceinline__ void quad_load(quad &q, const update &u, uint64_t at, int n)
@@ -128,48 +58,6 @@ __device__ __forceinline__ void quad_load(quad &q, const update &u, uint64_t at,
     load4<GRADS_BF16, FULL>(u.grads, at, n, q.g);
 }
 
-/* ---- correctly rounded, for numbers far from the ends of the range ----
- * An approximation y of 1 / b within one unit in the last place, refined once, makes a quotient within one unit; its
- * remainder is exact in a fused multiply-add, and the corrected quotient is the nearest (Markstein, IBM J. R&D 34,
- * 1990; nvcc's division has the same steps behind its branch). Compared with the intrinsics by tests/optim/gpu_adamw.c,
- * through the bits of the state. */
-
-/* a / b, y the nearest number to 1 / b. */
-__device__ __forceinline__ float divide_by(float a, float b, float y)
-{
-    float q = __fmul_rn(a, y);
-    q = __fmaf_rn(__fmaf_rn(-b, q, a), y, q);
-    return __fmaf_rn(__fmaf_rn(-b, q, a), y, q);
-}
-
-__device__ __forceinline__ float divide_sound(float a, float b)
-{
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(b));
-    y = __fmaf_rn(__fmaf_rn(-b, y, 1.0f), y, y);
-    return divide_by(a, b, y);
-}
-
-__device__ __forceinline__ float root_sound(float x)
-{
-    float y;
-    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    const float root = __fmul_rn(x, y);
-    return x == 0.0f ? 0.0f : __fmaf_rn(__fmaf_rn(-root, root, x), __fmul_rn(0.5f, y), root);
-}
-
-/* +0, or neither tiny nor huge. With eps in [2^-60, 1] and the corrections in [2^-20, 1] the root is at most 2^40, the
- * quotient of m lies between 2^-121 and 2^110, and remainders, 2^-47 of their dividends, are exact. */
-__device__ __forceinline__ bool sound_m(float m)
-{
-    return (fabsf(m) >= 0x1p-80f & fabsf(m) <= 0x1p30f) | (__float_as_uint(m) == 0u);
-}
-
-__device__ __forceinline__ bool sound_v(float v)
-{
-    return (v >= 0x1p-100f & v <= 0x1p60f) | (__float_as_uint(v) == 0u);
-}
-
 static bool sound_terms(const struct adamw_terms *t)
 {
     return t->eps >= 0x1p-60f && t->eps <= 1.0f && t->correction1 >= 0x1p-20f && t->correction1 <= 1.0f &&
@@ -179,6 +67,19 @@ static bool sound_terms(const struct adamw_terms *t)
 __device__ __forceinline__ float weight_of(float w, float step, float lr, float decay)
 {
     return __fsub_rn(w, __fmul_rn(lr, __fadd_rn(step, __fmul_rn(decay, w))));
+}
+
+/* The weights of 4 QUADS elements whose moments are sound. */
+template <int QUADS, int STEPS> __device__ __forceinline__ void weights_sound(quad *quads, const update &u, float decay)
+{
+    const struct adamw_terms &t = u.terms;
+#pragma unroll
+    for (int i = 0; i < 4 * QUADS; i++) {
+        quad &q = quads[i / 4];
+        const float root = root_sound(divide_by<STEPS>(q.v[i % 4], t.correction2, u.inverse2));
+        const float m = divide_by<STEPS>(q.m[i % 4], t.correction1, u.inverse1);
+        q.w[i % 4] = weight_of(q.w[i % 4], divide_sound(m, __fadd_rn(root, t.eps)), t.lr, decay);
+    }
 }
 
 /* As compute() of adamw_cpu.c, for 4 QUADS elements. True if all results are sound: finite, above all. */
@@ -195,14 +96,12 @@ template <int QUADS> __device__ __forceinline__ bool quads_update(quad *quads, c
         v = __fadd_rn(__fmul_rn(t.beta2, v), __fmul_rn(t.rest2, __fmul_rn(g, g)));
         sound = sound & sound_m(m) & sound_v(v);
     }
-    if (sound) {
-#pragma unroll
-        for (int i = 0; i < 4 * QUADS; i++) {
-            quad &q = quads[i / 4];
-            const float root = root_sound(divide_by(q.v[i % 4], t.correction2, u.inverse2));
-            const float m = divide_by(q.m[i % 4], t.correction1, u.inverse1);
-            q.w[i % 4] = weight_of(q.w[i % 4], divide_sound(m, __fadd_rn(root, t.eps)), t.lr, decay);
-        }
+    if (sound && u.divide_steps == 0) {
+        weights_sound<QUADS, 0>(quads, u, decay);
+    } else if (sound && u.divide_steps == 1) {
+        weights_sound<QUADS, 1>(quads, u, decay);
+    } else if (sound) {
+        weights_sound<QUADS, 2>(quads, u, decay);
     } else {
 #pragma unroll
         for (int i = 0; i < 4 * QUADS; i++) {
@@ -224,7 +123,7 @@ template <int QUADS> __device__ __forceinline__ bool quads_update(quad *quads, c
 struct segment_terms {
     float decay;
     uint64_t offset, weights_stream, moments_stream; /* the streams for stochastic rounding only */
-    uint32_t segment, seen; /* what the segment's amax held when the block began; above all where nobody asks */
+    uint32_t segment, seen; /* what the segment's amax held when the block began; above all if nobody asks */
 };
 
 __device__ __forceinline__ segment_terms terms_of(const update &u, const plan_block &p)
@@ -233,7 +132,7 @@ __device__ __forceinline__ segment_terms terms_of(const update &u, const plan_bl
     if (u.stochastic || u.state.finds_amax) {
         const plan_segment *s = plan_segments(u.state.plan, u.state.blocks) + p.segment;
         t.offset = s->offset, t.weights_stream = s->weights_stream, t.moments_stream = s->moments_stream;
-        if (s->amax != NULL) {
+        if (u.state.finds_amax) { /* of every segment alike: a branch by segment would wait for the table */
             t.seen = *reinterpret_cast<volatile unsigned int *>(s->amax);
         }
     }
@@ -241,17 +140,6 @@ __device__ __forceinline__ segment_terms terms_of(const update &u, const plan_bl
 }
 
 /* ---- the largest weight ---- */
-
-/* The larger magnitudes of two pairs of BF16 codes, after the first n of four more: they order like their bits. */
-template <bool FULL> __device__ __forceinline__ void magnitudes_add(uint32_t &largest, uint2 codes, int n)
-{
-    if constexpr (!FULL) { /* what lies behind the segment's end may be anything */
-        codes.x = n > 1 ? codes.x : n > 0 ? codes.x & 0xffffu : 0u;
-        codes.y = n > 3 ? codes.y : n > 2 ? codes.y & 0xffffu : 0u;
-    }
-    largest = __vmaxu2(largest, codes.x & 0x7fff7fffu);
-    largest = __vmaxu2(largest, codes.y & 0x7fff7fffu);
-}
 
 /* A maximum has no order: atomics keep bits. Without a wait or a barrier at the block's end, and hardly any warp adds
  * to the traffic at one address: most began when it held more already. All lanes call it. */
@@ -264,33 +152,27 @@ __device__ __forceinline__ void amax_raise(const update &u, const segment_terms 
     }
 }
 
-/* The random words of four elements, from the element-th of the segment. */
-__device__ __forceinline__ void quad_random(uint32_t *random, const update &u, uint64_t stream, uint64_t element)
+/* The random words of four elements, from the element-th of the segment: philox of core/cuda.cuh with keys that the
+ * host has made, which every thread would make again. */
+__device__ __forceinline__ void quad_random(uint32_t *c, const update &u, uint64_t stream, uint64_t element)
 {
-    const uint4 words = philox(u.seed, stream, (uint64_t)u.number << 32 | element / 4);
-    random[0] = words.x, random[1] = words.y, random[2] = words.z, random[3] = words.w;
-}
-
-__device__ __forceinline__ uint2 codes_nearest(const float *x)
-{
-    __nv_bfloat162 first = __floats2bfloat162_rn(x[0], x[1]), second = __floats2bfloat162_rn(x[2], x[3]);
-    return make_uint2(*reinterpret_cast<uint32_t *>(&first), *reinterpret_cast<uint32_t *>(&second));
-}
-
-/* bf16_from_float_sr of numerics/formats.h with the upper halves of `random`: up if the random half is below the lower
- * half of x, that is if its complement carries. Only a NaN, which is not SOUND, must not carry. */
-template <bool SOUND> __device__ __forceinline__ uint2 codes_stochastic(const float *x, const uint32_t *random)
-{
-    uint32_t words[4];
+    c[0] = (uint32_t)(element / 4), c[1] = u.number, c[2] = (uint32_t)stream, c[3] = (uint32_t)(stream >> 32);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        if constexpr (SOUND) {
-            words[i] = __float_as_uint(x[i]) + (~random[i] >> 16);
-        } else {
-            words[i] = (uint32_t)bf16_from_float_sr(x[i], random[i]) << 16;
-        }
+    for (int round = 0; round < PHILOX_ROUNDS; round++) {
+        const uint64_t p0 = (uint64_t)0xD2511F53u * c[0], p1 = (uint64_t)0xCD9E8D57u * c[2];
+        c[0] = (uint32_t)(p1 >> 32) ^ c[1] ^ u.keys[2 * round];
+        c[1] = (uint32_t)p1;
+        c[2] = (uint32_t)(p0 >> 32) ^ c[3] ^ u.keys[2 * round + 1];
+        c[3] = (uint32_t)p0;
     }
-    return upper_halves(words);
+}
+
+static void keys_make(uint32_t *keys, uint64_t seed)
+{
+    for (uint32_t round = 0; round < PHILOX_ROUNDS; round++) {
+        keys[2 * round] = (uint32_t)seed + round * 0x9E3779B9u;
+        keys[2 * round + 1] = (uint32_t)(seed >> 32) + round * 0xBB67AE85u;
+    }
 }
 
 template <bool FULL, bool SOUND>
@@ -324,13 +206,13 @@ template <bool MASTER, bool MOMENTS_BF16, bool FULL, bool SOUND>
 __device__ __forceinline__ void quad_store(const quad &q, const update &u, const segment_terms &t, uint64_t at, int n,
                                            uint32_t &largest)
 {
-    uint32_t random[4], shifted[4];
+    uint32_t random[4];
     uint2 w;
     if constexpr (MASTER) {
         w = master_store<FULL, SOUND>(q.w, u, at, n);
     } else if (u.stochastic) {
         quad_random(random, u, t.weights_stream, at - t.offset);
-        w = codes_stochastic<SOUND>(q.w, random);
+        w = codes_stochastic<SOUND, false>(q.w, random);
     } else {
         w = codes_nearest(q.w);
     }
@@ -341,12 +223,8 @@ __device__ __forceinline__ void quad_store(const quad &q, const update &u, const
         floats_store<FULL>(static_cast<float *>(u.state.v), at, n, q.v);
     } else if (u.stochastic) {
         quad_random(random, u, t.moments_stream, at - t.offset);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            shifted[i] = random[i] << 16;
-        }
-        codes_store<FULL>(u.state.m, at, n, codes_stochastic<SOUND>(q.m, shifted));
-        codes_store<FULL>(u.state.v, at, n, codes_stochastic<SOUND>(q.v, random));
+        codes_store<FULL>(u.state.m, at, n, codes_stochastic<SOUND, true>(q.m, random));
+        codes_store<FULL>(u.state.v, at, n, codes_stochastic<SOUND, false>(q.v, random));
     } else {
         codes_store<FULL>(u.state.m, at, n, codes_nearest(q.m));
         codes_store<FULL>(u.state.v, at, n, codes_nearest(q.v));
@@ -355,6 +233,13 @@ __device__ __forceinline__ void quad_store(const quad &q, const update &u, const
 
 /* ---- the update ---- */
 
+/* Of a block; measured. With BF16 moments and no master, where arithmetic is the limit, small blocks lose less at their
+ * ends. */
+__host__ __device__ constexpr int threads_of(bool master, bool moments_bf16)
+{
+    return moments_bf16 && !master ? 128 : 256;
+}
+
 /* ADAMW_QUADS groups of four a thread, `stride` elements apart, the first at `first` of the block's n elements. */
 template <bool MASTER, bool MOMENTS_BF16, bool GRADS_BF16, bool FULL>
 __device__ __forceinline__ void quads_step(const update &u, const segment_terms &t, const plan_block &p, int first,
@@ -362,7 +247,7 @@ __device__ __forceinline__ void quads_step(const update &u, const segment_terms 
 {
     /* With a split master there are registers for one group in the arithmetic and more blocks; measured. */
     constexpr int together = MASTER ? 1 : ADAMW_QUADS;
-    const int stride = 4 * ADAMW_THREADS;
+    const int stride = 4 * threads_of(MASTER, MOMENTS_BF16);
     quad q[ADAMW_QUADS];
 #pragma unroll
     for (int k = 0; k < ADAMW_QUADS; k++) {
@@ -384,15 +269,40 @@ __device__ __forceinline__ void quads_step(const update &u, const segment_terms 
     }
 }
 
+__device__ __forceinline__ void prefetch(const void *array, uint64_t byte)
+{
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char *>(array) + byte));
+}
+
+/* What quads_step will load, on its way to the L2 cache: registers for it there are none. */
 template <bool MASTER, bool MOMENTS_BF16, bool GRADS_BF16>
-static __global__ void __launch_bounds__(ADAMW_THREADS, MOMENTS_BF16 ? 4 : 3)
+__device__ __forceinline__ void quads_prefetch(const update &u, uint64_t at)
+{
+#pragma unroll
+    for (int k = 0; k < ADAMW_QUADS; k++, at += 4 * threads_of(MASTER, MOMENTS_BF16)) {
+        prefetch(u.state.weights, 2 * at);
+        if constexpr (MASTER) {
+            prefetch(u.state.remainder, 2 * at);
+        }
+        prefetch(u.state.m, (MOMENTS_BF16 ? 2 : 4) * at);
+        prefetch(u.state.v, (MOMENTS_BF16 ? 2 : 4) * at);
+        prefetch(u.grads, (GRADS_BF16 ? 2 : 4) * at);
+    }
+}
+
+template <bool MASTER, bool MOMENTS_BF16, bool GRADS_BF16>
+static __global__ void __launch_bounds__(threads_of(MASTER, MOMENTS_BF16),
+                                         (MOMENTS_BF16 ? 1024 : 768) / threads_of(MASTER, MOMENTS_BF16))
     adamw_step_kernel(const __grid_constant__ update u)
 {
     const plan_block p = plan_find(u.state.plan, blockIdx.x);
     const segment_terms t = terms_of(u, p);
-    const int round = 4 * ADAMW_THREADS * ADAMW_QUADS;
+    const int round = 4 * threads_of(MASTER, MOMENTS_BF16) * ADAMW_QUADS;
     uint32_t largest = 0;
     for (int first = 0; first < p.n; first += round) {
+        if (first + 2 * round <= p.n) {
+            quads_prefetch<MASTER, MOMENTS_BF16, GRADS_BF16>(u, p.at + first + round + 4 * (int)threadIdx.x);
+        }
         if (p.at % 4 == 0 && first + round <= p.n) {
             quads_step<MASTER, MOMENTS_BF16, GRADS_BF16, true>(u, t, p, first + 4 * (int)threadIdx.x, largest);
         } else {
@@ -421,11 +331,13 @@ void adamw_step_cuda(const struct adamw_config *config, const struct adamw_cuda 
     u.terms = adamw_terms_of(config, grad_scale, lr, number);
     u.inverse1 = 1.0f / u.terms.correction1;
     u.inverse2 = 1.0f / u.terms.correction2;
+    u.divide_steps =
+        max(divide_steps_of(u.terms.correction1, u.inverse1), divide_steps_of(u.terms.correction2, u.inverse2));
     u.sound = sound_terms(&u.terms);
     u.state = *state;
     u.grads = grads;
     u.weight_decay = config->weight_decay;
-    u.seed = config->seed;
+    keys_make(u.keys, config->seed);
     u.number = number;
     u.stochastic = config->stochastic_rounding;
     const bool bf16_grads = grad_type == DTYPE_BF16;
@@ -433,6 +345,6 @@ void adamw_step_cuda(const struct adamw_config *config, const struct adamw_cuda 
         config->master_fp32
             ? (config->moments_bf16 ? kernel_for<true, true>(bf16_grads) : kernel_for<true, false>(bf16_grads))
             : (config->moments_bf16 ? kernel_for<false, true>(bf16_grads) : kernel_for<false, false>(bf16_grads));
-    kernel<<<(unsigned int)state->blocks, ADAMW_THREADS, 0, on->stream>>>(u);
+    kernel<<<(unsigned int)state->blocks, threads_of(config->master_fp32, config->moments_bf16), 0, on->stream>>>(u);
     cuda_launched(on, "adamw_step");
 }

@@ -28,7 +28,8 @@ static int64_t blocks_sum(const struct adamw_segment *segments, int n_segments)
 
 size_t adamw_plan_bytes_cuda(const struct adamw_segment *segments, int n_segments)
 {
-    return (size_t)blocks_sum(segments, n_segments) * sizeof(plan_block) + (size_t)n_segments * sizeof(plan_segment);
+    return (size_t)blocks_sum(segments, n_segments) * sizeof(plan_block) + (size_t)n_segments * sizeof(plan_segment) +
+           sizeof(float);
 }
 
 /* The blocks of segment blockIdx.y. */
@@ -58,6 +59,7 @@ void adamw_plan_cuda(struct adamw_cuda *state, const struct adamw_config *config
     }
     plan_segment *table = (plan_segment *)calloc((size_t)n_segments, sizeof *table);
     ASSERT(table != NULL); /* a few kilobytes */
+    float *unread = (float *)(plan_segments(memory, state->blocks) + n_segments);
     uint64_t first_block = 0;
     for (int s = 0; s < n_segments; s++) {
         const struct adamw_streams streams = adamw_streams_of(segments[s].name);
@@ -67,11 +69,12 @@ void adamw_plan_cuda(struct adamw_cuda *state, const struct adamw_config *config
         table[s].first_block = first_block;
         table[s].weights_stream = streams.weights;
         table[s].moments_stream = streams.moments;
-        table[s].amax = segments[s].amax;
+        table[s].amax = segments[s].amax != NULL ? segments[s].amax : unread;
         state->finds_amax = state->finds_amax || segments[s].amax != NULL;
         table[s].decays = segments[s].decays;
         first_block += (uint64_t)blocks_of(&segments[s]);
     }
+    cuda_zero(on, unread, sizeof *unread);
     cuda_upload(on, (plan_segment *)plan_segments(memory, state->blocks), table, (size_t)n_segments * sizeof *table);
     free(table);
     adamw_plan_kernel<<<dim3(64, (unsigned int)n_segments), 256, 0, on->stream>>>(memory, state->blocks);

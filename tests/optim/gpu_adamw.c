@@ -1,4 +1,4 @@
-/* AdamW on the GPU: the bits of the CPU function in every mode, over three updates, with segments that start anywhere;
+/* AdamW on the GPU: the bits of the CPU function in every mode, over four updates, with segments that start anywhere;
  * the largest weights that it finds on its way; and the split master over every kind of bit pattern.
  *
  * With a split master the FP32 masters have the CPU's bits; the BF16 weights differ from RNE(master) in exact ties
@@ -173,20 +173,23 @@ static void check_mode(bool master, bool moments_bf16, bool stochastic, enum dty
                                         .moments_bf16 = moments_bf16,
                                         .stochastic_rounding = stochastic,
                                         .seed = UINT64_C(0x123456789abcdef)};
+    /* Quotients by the corrections take one step, one, two and none (optim/adamw_cuda.cu). */
+    static const uint32_t updates[] = {1, 2, 24, 1003};
     struct sides s;
     char what[96];
     sides_open(&s, &config, grad_type);
-    for (uint32_t update = 1; update <= 3; update++) {
-        const float scale = 1.0f / (float)(update * 3), lr = 1e-3f * (float)update;
+    for (uint32_t k = 0; k < sizeof updates / sizeof *updates; k++) {
+        const uint32_t update = updates[k];
+        const float scale = 1.0f / (float)(k * 3 + 3), lr = 1e-3f * (float)(k + 1);
         for (uint32_t i = 0; i < FLAT; i++) {
             s.grads[i] = gradient(i, update);
             s.grads_bf16[i] = bf16_from_float(s.grads[i]);
         }
         cuda_upload(cuda, s.d_grads, grad_type == DTYPE_BF16 ? (void *)s.grads_bf16 : s.grads,
                     FLAT * dtype_bytes(grad_type));
-        adamw_step(&config, &s.cpu, segments, SEGMENTS, s.grads, scale, lr, update + 1000 * (update == 3));
+        adamw_step(&config, &s.cpu, segments, SEGMENTS, s.grads, scale, lr, update);
         cuda_zero(cuda, s.d_amax, PLACES * sizeof *s.d_amax);
-        adamw_step_cuda(&config, &s.gpu, s.d_grads, grad_type, scale, lr, update + 1000 * (update == 3), cuda);
+        adamw_step_cuda(&config, &s.gpu, s.d_grads, grad_type, scale, lr, update, cuda);
         snprintf(what, sizeof what, "adamw %s, moments %s%s, grads %s, update %u",
                  master ? "split master" : "no master", moments_bf16 ? "bf16" : "fp32",
                  stochastic ? ", stochastic" : "", grad_type == DTYPE_BF16 ? "bf16" : "fp32", update);
