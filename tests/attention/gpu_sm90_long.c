@@ -1,0 +1,132 @@
+/* The Hopper variant on long sequences, against the variant "cuda" on the same tensors: many tiles for each block, more
+ * blocks than the GPU holds at a time, both passes with the variant's own forward. */
+#include "tests/attention/gpu_sm90_check.h"
+
+enum { ROUTES = 5, MIXED = 3 };
+
+/* One recipe for each kernel; then those whose backward, if it is not written for Hopper, is the plain one, on the
+ * state that the Hopper forward saved. */
+static struct attention_recipe route(int i)
+{
+    static const struct {
+        enum qk_format qk;
+        enum pv_format pv;
+        enum backward_preset backward;
+    } rows[ROUTES + MIXED] = {
+        {QK_BF16, PV_BF16, BWD_BF16},
+        {QK_NVFP4, PV_FP8, BWD_REPRESENTED},
+        {QK_NVFP4, PV_MXFP4, BWD_REPRESENTED},
+        {QK_NVFP4, PV_FP8, BWD_SAVED_OUTPUT},
+        {QK_NVFP4_E4M3, PV_FP8, BWD_REPRESENTED},
+        {QK_NVFP4, PV_MXFP4, BWD_REPRESENTED},
+        {QK_NVFP4, PV_MXFP4, BWD_REPRESENTED},
+        {QK_NVFP4, PV_FP8, BWD_REPRESENTED},
+    };
+    struct attention_recipe recipe = recipe_of(rows[i].pv, rows[i].backward);
+    recipe.qk = rows[i].qk;
+    recipe.k_center = recipe.dk_center = i == ROUTES;
+    recipe.p_map = i == ROUTES + 1 ? P_AFFINE : P_EXACT;
+    recipe.debug_leak = i == ROUTES + 2 ? 0.04f : 0;
+    return recipe;
+}
+
+/* The two differ by sums of FP8 products (14 bits) and by the codes of dS and dO' that these flip: a few per thousand
+ * of the gradients; with E4M3 scores by flipped codes of P too. */
+static int against_cuda(struct gpu *gpu, const struct attention_shape *s, int r)
+{
+    const struct attention_recipe recipe = route(r);
+    const double bound = recipe.qk == QK_NVFP4_E4M3 ? 5e-2 : r == 0 ? 1e-2 : 2e-2;
+    const struct attention_variant *variants[] = {&attention_variant_sm90, &attention_variant_cuda};
+    struct attention_case c;
+    struct gpu_case g[2];
+    double most[TENSORS] = {0}, lse = 0;
+    char what[256];
+    int bad = 0;
+    case_open(&c, s, &recipe, INPUT_GAUSS, 51);
+    for (int i = 0; i < 2; i++) {
+        gpu_case_open_as(&g[i], gpu, &c, variants[i], i == 0 ? FUSED : APART, BOTH);
+        bad += gpu_case_run(&g[i]);
+    }
+    describe(&g[0], "gauss", what, sizeof what);
+    for (int t = OUT; t < TENSORS; t++) {
+        const int64_t n = (int64_t)(tensor_bytes(&g[0], (enum tensor)t) / sizeof(bf16));
+        bad += judge(what, t == OUT ? "out" : "gradient", g[0].got[t], g[1].got[t], n, t == OUT ? bound / 2 : bound, 0,
+                     &most[t]);
+    }
+    for (size_t i = 0; i < lse_bytes(&g[0]) / sizeof(float); i++) {
+        const double error = fabs((double)g[0].got_lse[i] - (double)g[1].got_lse[i]);
+        lse = error <= lse ? lse : error;
+    }
+    bad += !(lse < (r == 0 ? 1e-4 : 0.3));
+    print_message("%s: out %.1e LSE2 %.1e dq %.1e dk %.1e dv %.1e\n", what, most[OUT], lse, most[OUT_DQ], most[OUT_DK],
+                  most[OUT_DV]);
+    for (int i = 0; i < 2; i++) {
+        gpu_case_close(&g[i]);
+    }
+    case_close(&c);
+    return bad;
+}
+
+static void both_passes(void **state)
+{
+    int bad = 0;
+    for (int r = 0; r < ROUTES + MIXED; r++) {
+        const struct attention_shape s = shape_of(1, 777, 4, 2, true);
+        bad += gpu_leaves_out(4) ? 0 : against_cuda(*state, &s, r);
+    }
+    assert_int_equal(bad, 0);
+}
+
+static void sequences_large(void **state)
+{
+    int bad = 0;
+    for (int r = 0; r < ROUTES; r++) {
+        const struct attention_shape s = r % 2 == 0 ? shape_of(1, 4000, 4, 2, true) : shape_of(2, 2624, 4, 1, false);
+        bad += against_cuda(*state, &s, r);
+    }
+    assert_int_equal(bad, 0);
+}
+
+/* More blocks of keys than the GPU runs at a time, so that ordered sums wait: two ordered runs with equal bits, and
+ * close to the unordered one. */
+static void many_blocks_large(void **state)
+{
+    int bad = 0;
+    for (int i = 0; i < 2 * 3; i++) {
+        const struct attention_shape s = shape_of(3, 1090, 16, 8, i % 2 == 0);
+        const struct attention_recipe recipe = route(i / 2);
+        struct attention_case c;
+        struct gpu_case g[3];
+        case_open(&c, &s, &recipe, INPUT_GAUSS, 3);
+        for (int run = 0; run < 3; run++) {
+            gpu_case_open(&g[run], *state, &c, APART, BOTH);
+            g[run].unordered = run == 2;
+            bad += gpu_case_run(&g[run]);
+        }
+        for (int t = OUT; t < TENSORS; t++) {
+            const size_t bytes = tensor_bytes(&g[0], (enum tensor)t);
+            double most = 0;
+            if (memcmp(g[0].got[t], g[1].got[t], bytes) != 0) {
+                print_message("route %d, tensor %d: two ordered runs differ\n", i / 2, t);
+                bad++;
+            }
+            /* Flips of the last rounding. Without a mask dK and dV too: unordered walks start elsewhere, and FP8
+             * products keep 14 bits. */
+            bad += judge("unordered", "gradient", g[2].got[t], g[0].got[t], (int64_t)(bytes / sizeof(bf16)),
+                         i < 2 || t == OUT_DQ ? 1e-3 : 1e-2, 0, &most);
+        }
+        for (int run = 0; run < 3; run++) {
+            gpu_case_close(&g[run]);
+        }
+        case_close(&c);
+    }
+    assert_int_equal(bad, 0);
+}
+
+int main(int argc, char **argv)
+{
+    const struct CMUnitTest tests[] = {cmocka_unit_test(both_passes), cmocka_unit_test(sequences_large),
+                                       cmocka_unit_test(many_blocks_large)};
+    gpu_arguments(argc, argv);
+    return cmocka_run_group_tests(tests, gpu_open_state, gpu_close_state);
+}
