@@ -75,6 +75,7 @@ if [ "$1" = --list ]; then
     done
     exit
 fi
+mkdir -p "$OUT"
 echo "| row | step ms | tokens/s | forward | backward | norm + AdamW | MFU (causal) | GiB | SM MHz | attention by |"
 rows | while read -r name steps arguments; do
     if [ $# -gt 0 ]; then
@@ -84,7 +85,7 @@ rows | while read -r name steps arguments; do
         esac
     fi
     # shellcheck disable=SC2086
-    "$program" configs/gpt8b_step_time.toml $arguments --run.steps="$steps" --device.gemm_choices="$OUT/gemm.json" \
+    timeout 300 "$program" configs/gpt8b_step_time.toml $arguments --run.steps="$steps" --device.gemm_choices="$OUT/gemm.json" \
         >"$OUT/$name.txt" 2>&1 </dev/null
     row_of "$name" <"$OUT/$name.txt" || echo "| $name | failed: $(grep -a error "$OUT/$name.txt" | head -n 1) |"
 done
