@@ -77,13 +77,15 @@ static void sides_open(struct sides *s, const struct adamw_config *config, enum 
     memset(s->cpu.m, 0xff, moments); /* gaps: not to be touched */
     memset(s->cpu.v, 0xff, moments);
     for (uint32_t i = 0; i < FLAT; i++) {
-        float w = 0.02f * noise(i);
+        const bool zero = i / 16 % 8 == 4 && i % 3 == 0; /* -0 that meets gradients of both zeros */
+        float w = zero ? -0.0f : 0.02f * noise(i);
         s->cpu.weights[i] = bf16_from_float(w);
         if (s->cpu.master) {
             s->cpu.master[i] = w;
         }
         if (in_a_segment(i)) {
             memset((char *)s->cpu.m + i * adamw_moment_bytes(config), 0, adamw_moment_bytes(config));
+            ((unsigned char *)s->cpu.m)[(i + 1) * adamw_moment_bytes(config) - 1] = zero ? 0x80 : 0;
             memset((char *)s->cpu.v + i * adamw_moment_bytes(config), 0, adamw_moment_bytes(config));
         }
     }
