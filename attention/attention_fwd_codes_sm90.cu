@@ -19,28 +19,62 @@ struct code_sums {
     float o[64], l[2];
 };
 
-template <enum code_kind KIND>
-__device__ __forceinline__ void values(float (&d)[68], const uint32_t (&p)[16], uint64_t v)
+/* N of the 136 columns of a block's P V. */
+template <enum code_kind KIND, int N>
+__device__ __forceinline__ void values(float (&d)[N / 2], const uint32_t (&p)[16], uint64_t v)
 {
 #pragma unroll
     for (int step = 0; step < 4; step++) {
         if (KIND == CODES_FP8) {
-            wgmma_e4m3<136>::rs(d, p + 4 * step, operand_advance(v, step * 32), step > 0);
+            wgmma_e4m3<N>::rs(d, p + 4 * step, operand_advance(v, step * 32), step > 0);
         } else {
-            wgmma_e5m2_e4m3<136>::rs(d, p + 4 * step, operand_advance(v, step * 32), step > 0);
+            wgmma_e5m2_e4m3<N>::rs(d, p + 4 * step, operand_advance(v, step * 32), step > 0);
         }
     }
     wgmma_commit();
 }
 
-__device__ __forceinline__ void accumulate(struct code_sums &sums, const float (&block)[68], const float (&factor)[2])
+/* Columns from `first` on. */
+template <int N>
+__device__ __forceinline__ void accumulate(struct code_sums &sums, int first, const float (&block)[N],
+                                           const float (&factor)[2])
 {
+    constexpr int outputs = N / 32 * 32; /* the last four are sums of codes */
 #pragma unroll
-    for (int i = 0; i < 64; i++) {
-        sums.o[i] = fmaf(sums.o[i], factor[i / 2 % 2], block[i]);
+    for (int i = 0; i < outputs; i++) {
+        sums.o[first + i] = fmaf(sums.o[first + i], factor[i / 2 % 2], block[i]);
     }
-    sums.l[0] = fmaf(sums.l[0], factor[0], block[64] + block[65]);
-    sums.l[1] = fmaf(sums.l[1], factor[1], block[66] + block[67]);
+    if (outputs < N) {
+        sums.l[0] = fmaf(sums.l[0], factor[0], block[N - 4] + block[N - 3]);
+        sums.l[1] = fmaf(sums.l[1], factor[1], block[N - 2] + block[N - 1]);
+    }
+}
+
+/* Adds P V of a block, which is given back. SPLIT: in two products, so that the first sums are taken on under the
+ * second: faster where scores are E4M3, slower where they are not. */
+template <enum code_kind KIND, bool SPLIT>
+__device__ __forceinline__ void add_values(struct code_sums &sums, const uint32_t (&p)[16], uint64_t v,
+                                           const float (&factor)[2], uint32_t empty)
+{
+    if constexpr (SPLIT) {
+        float low[32], high[36];
+        values<KIND, 64>(low, p, v);
+        values<KIND, 72>(high, p, operand_advance(v, PANEL / 2));
+        wgmma_wait<1>();
+        wgmma_pin(low);
+        accumulate(sums, 0, low, factor);
+        wgmma_wait<0>();
+        wgmma_pin(high);
+        release(empty);
+        accumulate(sums, 32, high, factor);
+    } else {
+        float block[68];
+        values<KIND, 136>(block, p, v);
+        wgmma_wait<0>();
+        wgmma_pin(block);
+        release(empty);
+        accumulate(sums, 0, block, factor);
+    }
 }
 
 /* Where a consumer stands in the rings, and its operands. */
@@ -109,7 +143,7 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
         }
         mbarrier_wait(at(s.q_full), w.tiles & 1);
         for (int j = own; j >= 0; j--) {
-            float score[64], block[68];
+            float score[64];
             uint32_t p[16];
             mbarrier_wait(at(s.k_full[w.kv.stage]), w.kv.parity);
             wgmma_fence();
@@ -120,17 +154,14 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
             if (j == own && (a.causal || a.tokens % TILE != 0)) {
                 mask<layout::BLOCKED>(score, a, t.row + own_row(warpgroup), j * TILE);
             }
-            codes_anchor<KIND>(score, r, c, rule);
+            codes_anchor<KIND, SCORES8>(score, r, c, rule);
             codes_make<KIND>(score, r, c, rule, p);
             mbarrier_wait(at(s.v_full[w.kv.stage]), w.kv.parity);
             wgmma_pin(p);
             wgmma_fence();
-            values<KIND>(block, p, operand_advance(w.v0, w.kv.stage * layout::V_SLOT));
-            wgmma_wait<0>();
-            wgmma_pin(block);
-            release(at(s.v_empty[w.kv.stage]));
+            add_values<KIND, SCORES8>(sums, p, operand_advance(w.v0, w.kv.stage * layout::V_SLOT), r.factor,
+                                      at(s.v_empty[w.kv.stage]));
             w.kv.next(layout::STAGES);
-            accumulate(sums, block, r.factor);
         }
         release(at(s.q_empty));
         if (own >= 0) { /* TMA loads rows before 0 as zeros, but a store must not start there */
@@ -298,30 +329,29 @@ static CUtensorMap blocked_map(const struct cuda *on, const void *data, bool e4m
     return tensor_map(on, &s);
 }
 
-/* K where keys are BLOCKED. */
+/* K where keys are BLOCKED. Batches that are no whole number of tokens apart are beyond the map of rank 5. */
 static void blocked_keys(const struct attention_fwd *a, const struct attention_operands_sm90 *x, struct fwd_maps *maps,
                          struct fwd_args *args)
 {
     const struct attention_shape *shape = &a->shape;
     const int64_t T = shape->tokens, B = shape->batch, Hkv = shape->kv_heads;
+    const struct head_view *k = &x->k;
     if (x->k8 != NULL) {
         args->k_batch = (int)(Hkv * T);
         maps->k = blocked_map(a->cuda, x->k8, true, TILE, (uint64_t)(T * TILE), (uint64_t)(B * Hkv * T), (uint64_t)Hkv);
         maps->k_two = row8_map(a->cuda, x->k8, T, Hkv, B, 2);
         return;
     }
-    const struct head_view *k = &x->k;
+    maps->k_two = head_map(a->cuda, k, T, Hkv, B, 2);
     if (B > 1 && k->batch_stride % k->token_stride != 0) {
-        cuda_note(a->cuda, "attention_fwd_sm90, pv = mxfp4: K's batch stride must be a multiple of its token stride",
-                  (int)cudaErrorInvalidValue);
-        args->tiles = 0;
+        args->k_batch = -1;
+        maps->k = maps->k_two; /* not used */
         return;
     }
     const int64_t between = B == 1 ? 0 : k->batch_stride / k->token_stride;
     args->k_batch = (int)between;
     maps->k = blocked_map(a->cuda, k->data, false, (uint64_t)k->token_stride * sizeof(bf16),
                           (uint64_t)k->head_stride * sizeof(bf16), (uint64_t)((B - 1) * between + T), (uint64_t)Hkv);
-    maps->k_two = head_map(a->cuda, k, T, Hkv, B, 2);
 }
 
 void attention_fwd_codes_sm90(const struct attention_fwd *a, const struct attention_operands_sm90 *x)

@@ -30,7 +30,7 @@ struct fwd_args {
     float c;                                        /* base-2 score of q.k */
     int tokens, heads, kv_heads, group, all_heads, section_heads;
     int blocks, key_blocks, tiles, row0; /* row0: first row of tile 0, <= 0 */
-    int k_batch;                         /* keys BLOCKED: from one batch of K to the next, in strides of a token */
+    int k_batch; /* keys BLOCKED: from one batch of K to the next, in strides of a token; -1: two rows at a time */
     bool causal;
 };
 
@@ -150,8 +150,8 @@ __device__ __forceinline__ void load_rows(const void *to, const CUtensorMap *map
     }
 }
 
-/* A block of K, its keys BLOCKED: boxes of one TMA load, or where the sequence ends inside, two rows at a time so that
- * nothing behind it is read. */
+/* A block of K, its keys BLOCKED: a box a panel, or where the sequence ends inside, so that nothing behind it is read,
+ * two rows at a time. */
 template <class LAYOUT>
 __device__ __forceinline__ void load_blocked_keys(const struct fwd_maps &maps, const struct fwd_args &a,
                                                   const unsigned char *to, const uint64_t &barrier, int first, int head,
@@ -161,7 +161,7 @@ __device__ __forceinline__ void load_blocked_keys(const struct fwd_maps &maps, c
 #pragma unroll 1
     for (int panel = 0; panel < LAYOUT::ROW_BYTES / 128; panel++) {
         const uint32_t base = shared_address(to) + panel * PANEL;
-        if (first + TILE <= a.tokens) {
+        if (first + TILE <= a.tokens && a.k_batch >= 0) {
             tma_load_5d(base, &maps.k, at(barrier), panel * 64, batch * a.k_batch + first, 0, 0, head);
             continue;
         }

@@ -404,6 +404,7 @@ template <int N> struct wgmma_e4m3_e5m2; /* A in E4M3, B in E5M2 */
 // clang-format off
 #define WGMMA_TEXT_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define WGMMA_TEXT_32 WGMMA_TEXT_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define WGMMA_TEXT_36 WGMMA_TEXT_32 ", %32, %33, %34, %35"
 #define WGMMA_TEXT_48 WGMMA_TEXT_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define WGMMA_TEXT_64 WGMMA_TEXT_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define WGMMA_TEXT_68 WGMMA_TEXT_64 ", %64, %65, %66, %67"
@@ -411,6 +412,7 @@ template <int N> struct wgmma_e4m3_e5m2; /* A in E4M3, B in E5M2 */
                        "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define WGMMA_D16(d) WGMMA_D8(d, 0), WGMMA_D8(d, 8)
 #define WGMMA_D32(d) WGMMA_D16(d), WGMMA_D8(d, 16), WGMMA_D8(d, 24)
+#define WGMMA_D36(d) WGMMA_D32(d), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
 #define WGMMA_D48(d) WGMMA_D32(d), WGMMA_D8(d, 32), WGMMA_D8(d, 40)
 #define WGMMA_D64(d) WGMMA_D48(d), WGMMA_D8(d, 48), WGMMA_D8(d, 56)
 #define WGMMA_D68(d) WGMMA_D64(d), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67])
@@ -459,6 +461,7 @@ template <int N> struct wgmma_e4m3_e5m2; /* A in E4M3, B in E5M2 */
 
 WGMMA_ALL(32, 16, 16, 17, 18, 19, 20, 21, 22);
 WGMMA_ALL(64, 32, 32, 33, 34, 35, 36, 37, 38);
+WGMMA_ALL(72, 36, 36, 37, 38, 39, 40, 41, 42);
 WGMMA_ALL(96, 48, 48, 49, 50, 51, 52, 53, 54);
 WGMMA_ALL(128, 64, 64, 65, 66, 67, 68, 69, 70);
 WGMMA_ALL(136, 68, 68, 69, 70, 71, 72, 73, 74);
