@@ -101,13 +101,17 @@ template <bool E5M2> static __device__ __forceinline__ void product_dp(float (&x
     wgmma_commit();
 }
 
-/* sum (64 keys x 128) += x^T (64 keys x 64 queries, packed) times columns of b. */
-template <bool E5M2>
+/* sum (64 keys x 128) += x^T (64 keys x 64 queries, packed) times columns of b; which of the two is E5M2, if any. */
+enum product_kind { E4M3_BOTH, E5M2_LEFT, E5M2_RIGHT };
+
+template <enum product_kind KIND>
 static __device__ __forceinline__ void accumulate(float (&sum)[64], const uint32_t (&x)[8], uint64_t b)
 {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        if (E5M2) {
+        if (KIND == E5M2_LEFT) {
+            wgmma_e5m2_e4m3<128>::rs(sum, x + 4 * i, operand_advance(b, i * 32), 1);
+        } else if (KIND == E5M2_RIGHT) {
             wgmma_e4m3_e5m2<128>::rs(sum, x + 4 * i, operand_advance(b, i * 32), 1);
         } else {
             wgmma_e4m3<128>::rs(sum, x + 4 * i, operand_advance(b, i * 32), 1);
@@ -207,13 +211,15 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
         }
         if (CODE == CODE_FP8) {
             exponentials(x, stats, score_factor, 0.0f);
+            pack(x, px);
         } else {
-            mxfp4_values<CODE>(x, stats, score_factor, s.memory + AT_EXPONENTS + (i & 1) * 1024 + wg * 512, wg);
+            mxfp4_codes<CODE>(x, stats, score_factor, s.memory + AT_EXPONENTS + (i & 1) * 1024 + wg * 512, wg, px);
         }
-        pack(x, px);
         wgmma_pin(px);
         wgmma_fence();
-        accumulate<E5M2>(dv, px, operand_k_major_64(codes + BWD8_ROW));
+        accumulate<CODE != CODE_FP8 ? E5M2_LEFT
+                   : E5M2           ? E5M2_RIGHT
+                                    : E4M3_BOTH>(dv, px, operand_k_major_64(codes + BWD8_ROW));
         if (CODE == CODE_FP8) {
             unpack(px, x); /* dS takes the represented P */
         }
@@ -242,7 +248,7 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
         wgmma_pin(x);
         wgmma_pin(y);
         wgmma_fence();
-        accumulate<false>(dk, dsx, operand_k_major_64(codes + 2 * BWD8_ROW));
+        accumulate<E4M3_BOTH>(dk, dsx, operand_k_major_64(codes + 2 * BWD8_ROW));
         const int stage = r.stage, before = (i + BWD_DS_BUFFERS - 1) % BWD_DS_BUFFERS;
         ring_next(r);
         if (i > 0) {
@@ -360,10 +366,10 @@ struct bwd8_plan bwd8_plan_of(const struct bwd_plan &base, const struct attentio
     p.facts = (struct bwd_facts *)carve_take(&carve, (size_t)base.units * sizeof *p.facts);
     p.queries = (uint8_t *)carve_take(&carve, tiles * BWD8_QUERIES);
     p.keys = (uint8_t *)carve_take(&carve, (size_t)base.units * base.blocks * BWD8_KEYS);
-    /* Codes reach 2 in P, 6 times that in the amplitude family: 448 is the end. */
+    /* Codes reach 2 in P: 448 is the end. */
     const float unit = recipe->bwd_p == BWD_P_CODES ? attention_unit(recipe) : 1.0f;
     p.rules = rules_of(recipe);
-    p.shift = recipe->bwd_p != BWD_P_CODES ? 8.0f : unit == 1.0f ? 7.0f : 5.0f;
+    p.shift = recipe->bwd_p != BWD_P_CODES ? 8.0f : recipe->pv == PV_MXFP4 ? (float)MXFP4_SHIFT : 7.0f;
     p.ds_factor = exp2f(-p.shift) / unit;
     p.dv_factor = exp2f(-p.shift) / unit;
     if (p.rules.score_e4m3) {

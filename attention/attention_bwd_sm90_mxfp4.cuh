@@ -1,5 +1,11 @@
 /* attention: MXFP4 probabilities in the Hopper backward (docs/numerics.md, section 5 step 3), from transposed scores: a
- * block of 32 keys is the rows of two warps. For attention_bwd_sm90_fp8.cu. */
+ * block of 32 keys is the rows of two warps. For attention_bwd_sm90_fp8.cu.
+ *
+ * v = 2^(t - n) of all scores comes first, which needs no maximum, so that exponentials run while warps wait for each
+ * other. A block's exponent E is then a matter of upper bits: BF16 codes of positive numbers are ordered like integers,
+ * two queries fit a register, and floor(log2 v + 1 - log2 1.5) is the exponent of v rounded at a mantissa of 1.5. Codes
+ * are made from y 2^-14, y = 6 v 2^-E (OCP: v 2^-E), as in the forward: truncated to FP16, whose least normal number is
+ * 2^-14, E2M1 codes are the upper bits, rounded. */
 #pragma once
 
 #include "attention/attention_bwd_sm90_fp8.cuh"
@@ -7,12 +13,17 @@
 /* How P is represented: FP8, or MXFP4 of the amplitude family (nearest exponent) or OCP's. */
 enum p_code { CODE_FP8, CODE_NEAREST, CODE_OCP };
 
-/* The exponent of a block from its largest base-2 score, plus 0x4b400000: ceil(t - log2 1.5), or floor(t) - 2. */
-template <enum p_code CODE> static __device__ __forceinline__ uint32_t exponent_bits(float t)
+/* A code stands for q 2^E, and P is rebuilt without a lift: E <= 1, and what the operand in E5M2 can hold of it (down
+ * to 2^-16) and FP16 (2^-24) is more than E4M3 would. Blocks below E = -23 are coded as if E were that. */
+enum { MXFP4_SHIFT = 0 };
+
+/* Two exponents, each as (29 + E) << 7, from the upper halves of the blocks' largest v. */
+template <enum p_code CODE> static __device__ __forceinline__ uint32_t block_exponents_of(uint32_t largest)
 {
-    t = fmaxf(t, -100.0f); /* below, E4M3 has nothing left */
-    return CODE == CODE_NEAREST ? __float_as_uint(__fadd_ru(t - 0x1.2b8034p-1f, 0x1.8p23f))
-                                : __float_as_uint(__fadd_rd(t - 2.0f, 0x1.8p23f));
+    const uint32_t offset = CODE == CODE_NEAREST ? 0x0040u - (98u << 7) : 0u - (100u << 7);
+    const uint32_t moved = __viaddmax_s16x2(largest, (offset & 0xffffu) * 0x10001u, (6u << 7) * 0x10001u);
+    return __vmins2(moved & 0xff80ff80u,
+                    (30u << 7) * 0x10001u); /* more only where LSE2 does not belong to the scores */
 }
 
 /* One step of a maximum over lanes that also halves what a lane holds: lanes with the bit set keep the upper half. */
@@ -27,24 +38,22 @@ template <int N> static __device__ __forceinline__ void halve(uint32_t (&e)[8], 
 }
 
 /* Exponents of blocks of 32 keys (the rows of two warps) for this thread's 16 queries, two a register; `shared`: 128
- * bytes of each warp. x: scores, masked ones -Inf. */
+ * bytes of each warp. v: not negative. */
 template <enum p_code CODE>
-static __device__ __forceinline__ void block_exponents(const float (&x)[32], const float2 *from, float c, char *shared,
-                                                       int wg, uint32_t (&e)[8])
+static __device__ __forceinline__ void block_exponents(const float (&v)[32], char *shared, int wg, uint32_t (&e)[8])
 {
     const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        const float2 f = from[4 * j];
-        const uint32_t low = exponent_bits<CODE>(fmaf(fmaxf(x[4 * j], x[4 * j + 2]), c, -f.x));
-        const uint32_t high = exponent_bits<CODE>(fmaf(fmaxf(x[4 * j + 1], x[4 * j + 3]), c, -f.y));
-        e[j] = __byte_perm(low, high, 0x5410);
+        e[j] = bytes_by(__float_as_uint(fmaxf(v[4 * j], v[4 * j + 2])),
+                        __float_as_uint(fmaxf(v[4 * j + 1], v[4 * j + 3])), 0x7632);
     }
     halve<4>(e, 16);
     halve<2>(e, 8);
     halve<1>(e, 4);
     uint32_t *words = reinterpret_cast<uint32_t *>(shared);
-    words[warp * 32 + (lane & 3) * 8 + (lane >> 2)] = e[0]; /* lane 4 g + c holds group j = g */
+    /* lane 4 g + c holds group j = g */
+    words[warp * 32 + (lane & 3) * 8 + (lane >> 2)] = block_exponents_of<CODE>(e[0]);
     named_barrier_sync(BARRIER_PAIR + 2 * wg + (warp >> 1), 64);
     const uint4 *pair = reinterpret_cast<const uint4 *>(words + (warp & 2) * 32 + (lane & 3) * 8);
 #pragma unroll
@@ -57,32 +66,40 @@ static __device__ __forceinline__ void block_exponents(const float (&x)[32], con
     }
 }
 
-/* v >= 0 to the nearest E2M1 number times a unit 2^k; ties to the even code, at most six = 6 units. Adding 1.5 x 2^22
- * times the binade of v, but not less than a unit, leaves one bit below the binade, or half units. `least`: the bits of
- * a unit times 1.5 x 2^22. */
-enum { E2M1_MAGIC = 22 << 23 | 0x400000 };
-
-static __device__ __forceinline__ float e2m1_nearest(float v, uint32_t least, float six)
+/* Pairs of y 2^-14, y in [0, 10), to E2M1(y) 2^-14 times the powers of two of `scale`, exactly; all FP16. */
+static __device__ __forceinline__ uint32_t e2m1_halves(float y0, float y1, uint32_t scale)
 {
-    v = fminf(v, six);
-    const float magic = __uint_as_float(__viaddmax_u32(__float_as_uint(v) & 0x7f800000u, E2M1_MAGIC, least));
-    return __fsub_rn(__fadd_rn(v, magic), magic);
+    uint32_t halves = __viaddmin_u16x2(pack_f16_down(y0, y1), 0x01000100u, 0x0fff0fffu) & 0xfe00fe00u;
+    asm("mul.f16x2 %0, %0, %1;" : "+r"(halves) : "r"(scale));
+    return halves;
 }
 
-/* Scores become represented P times 2^shift (and 6 for the amplitude family), exactly. */
+/* Scores (masked ones -Inf) become represented P times 2^MXFP4_SHIFT (and 6 for the amplitude family), exactly in x and
+ * as A registers in E5M2. */
 template <enum p_code CODE>
-static __device__ __forceinline__ void mxfp4_values(float (&x)[32], const float2 *from, float c, char *shared, int wg)
+static __device__ __forceinline__ void mxfp4_codes(float (&x)[32], const float2 *from, float c, char *shared, int wg,
+                                                   uint32_t (&codes)[8])
 {
-    uint32_t e[8];
-    block_exponents<CODE>(x, from, c, shared, wg, e);
-    exponentials(x, from, c, CODE == CODE_NEAREST ? 0x1.4ae00ep+1f : 0.0f); /* log2 6 */
+    uint32_t e[8], halves[16];
+    exponentials(x, from, c, 0.0f);
+    block_exponents<CODE>(x, shared, wg, e);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        const uint32_t low = (e[j] << 23) + 0x3f800000u, high = ((e[j] << 7) & 0xff800000u) + 0x3f800000u;
-        const float six_low = 6.0f * __uint_as_float(low), six_high = 6.0f * __uint_as_float(high);
-        x[4 * j] = e2m1_nearest(x[4 * j], low + E2M1_MAGIC, six_low);
-        x[4 * j + 1] = e2m1_nearest(x[4 * j + 1], high + E2M1_MAGIC, six_high);
-        x[4 * j + 2] = e2m1_nearest(x[4 * j + 2], low + E2M1_MAGIC, six_low);
-        x[4 * j + 3] = e2m1_nearest(x[4 * j + 3], high + E2M1_MAGIC, six_high);
+        /* 6 2^(-E - 14) = 1.5 2^(-E - 12), or 2^(-E - 14); and 2^(E + 14) in FP16. */
+        const uint32_t one = CODE == CODE_NEAREST ? (144u << 23) + 0x400000u : 142u << 23;
+        const float low = __uint_as_float(one - (e[j] << 16)), high = __uint_as_float(one - (e[j] & 0xffff0000u));
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const uint32_t pair = e2m1_halves(x[4 * j + 2 * h] * low, x[4 * j + 2 * h + 1] * high, e[j] << 3);
+            const float2 values = __half22float2(*reinterpret_cast<const __half2 *>(&pair));
+            x[4 * j + 2 * h] = values.x;
+            x[4 * j + 2 * h + 1] = values.y;
+            halves[2 * j + h] = pair;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) { /* the upper byte of FP16 is E5M2 */
+        const int j = 4 * (i >> 2) + 2 * ((i >> 1) & 1), h = i & 1;
+        codes[i] = bytes_by(halves[2 * j + h], halves[2 * j + 2 + h], 0x7531);
     }
 }

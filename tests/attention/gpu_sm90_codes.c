@@ -209,9 +209,9 @@ static double stored_one(const struct attention_case *c, int64_t row)
     return (double)(c->recipe.do_format == DO_E4M3 ? e4m3_round(fold * 256) / 256 : e5m2_round(fold * 4) / 4);
 }
 
-/* Codes behind one element of dV: as found, and as expected. E2M1 codes of MXFP4 are multiplied as q 2^(E - n + lift)
- * in E4M3, lift 5 or (OCP) 7, which rounds blocks below its subnormal numbers once more (docs/numerics.md, sections 7,
- * 9): those are compared as E4M3. */
+/* Codes behind one element of dV: as found, and as expected. E2M1 codes of MXFP4 are multiplied as q 2^(E - n) in
+ * E5M2, which cuts off what lies below its least number, 2^-16 (docs/numerics.md, sections 7, 9): blocks that reach
+ * below are compared in units of that. */
 struct pair_of_codes {
     int found, expected;
     bool probed; /* `expected` is read from the reference's dV, and the reference says what it is: */
@@ -230,10 +230,9 @@ static struct pair_of_codes backward_codes_of(const struct attention_case *c, co
         return (struct pair_of_codes){e4m3_nearest(x / one * 128), e4m3_nearest(y / one * 128), true, code};
     }
     const int up = exponent_at(probe, row, key) - (int)floorf(c->lse_log2[row]);
-    const int lift = c->recipe.mx_rule == MX_OCP ? 7 : 5;
-    if (up + lift < -8) {
-        return (struct pair_of_codes){e4m3_nearest(ldexp(x / one * unit, lift)),
-                                      e4m3_nearest(ldexp((double)e2m1_to_float((uint8_t)code), up + lift)), false, 0};
+    if (up < -15) {
+        return (struct pair_of_codes){(int)lround(ldexp(x / one * unit, 16)),
+                                      (int)ldexp((double)e2m1_to_float((uint8_t)code), up + 16), false, 0};
     }
     return (struct pair_of_codes){e2m1_nearest(ldexp(x / one * unit, -up)), e2m1_nearest(ldexp(y / one * unit, -up)),
                                   true, code};
