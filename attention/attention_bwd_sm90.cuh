@@ -257,6 +257,17 @@ static __device__ __forceinline__ uint32_t turn_of(const uint32_t *turn)
     return x;
 }
 
+/* Who is first stores: a dQ with ordered sums need not be zero before. */
+static __device__ __forceinline__ void add_in_turn(float *to, uint32_t from, uint32_t bytes, bool first)
+{
+    if (first) {
+        bulk_store(to, from, bytes);
+    } else {
+        bulk_add_f32(to, from, bytes);
+    }
+    tma_store_commit();
+}
+
 /* Ordered sums, one lane beside each warpgroup: it adds what the warpgroup staged once the blocks of keys that come
  * before have added theirs (the last block is the first), waits until the sums are in memory, and hands the turn on.
  * Whose turn it is next is asked while the sums are on their way. */
@@ -275,9 +286,8 @@ static __device__ __forceinline__ void add_in_order(const struct bwd_plan &p, co
             now = turn_of(turns + (int64_t)at * 2);
         }
         mbarrier_wait(barrier_at(s, STAGED + wg), parity);
-        bulk_add_f32(p.dq + (int64_t)at * BWD_TILE + wg * (BWD_TILE / 2), s.base + staging + wg * 4 * BWD_STAGING,
-                     4 * BWD_STAGING);
-        tma_store_commit();
+        add_in_turn(p.dq + (int64_t)at * BWD_TILE + wg * (BWD_TILE / 2), s.base + staging + wg * 4 * BWD_STAGING,
+                    4 * BWD_STAGING, before == 0);
         walk_next(p, u, w);
         now = left > 1 ? turn_of(turns + (int64_t)w.at * 2) : 0;
         tma_store_wait<0>();

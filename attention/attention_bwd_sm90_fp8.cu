@@ -436,6 +436,7 @@ void bwd8_run(const struct attention_bwd *a, const struct bwd8_plan &p)
     in.out = a->out;
     in.dout = a->dout;
     in.lse = a->lse_log2;
+    in.zero_dq = a->unordered;
     in.amax = lift ? NULL : a->amax; /* of what the views are made from */
     struct bwd8_maps m;
     m.q = head_map(a->cuda, &q, T, shape->heads, shape->batch, BWD_QUERIES);

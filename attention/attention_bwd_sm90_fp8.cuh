@@ -59,11 +59,13 @@ static __device__ __forceinline__ struct bwd_lifts lifts_of(const struct bwd8_pl
     return p.facts[unit].lifts;
 }
 
-/* Enqueues everything up to the operands, statistics and a zero dQ. K and V as the recipe's views want them. */
+/* Enqueues everything up to the operands, statistics and, where asked, a zero dQ. K and V as the recipe's views want
+ * them. */
 struct bwd8_inputs {
     struct head_view q, k, v, out, dout; /* q, k: of the gradient views; v: of dP */
     struct head_view score_q, score_k;   /* as scores multiply them */
     const float *lse;
+    bool zero_dq = true;      /* ordered sums need none: add_in_turn */
     const float *amax = NULL; /* (B, H + 2 Hkv) of a head of q, k (attention_bwd.amax), or NULL: found */
 };
 void bwd8_publish(const struct cuda *on, const struct bwd8_plan &p, const struct bwd8_inputs &in);

@@ -12,19 +12,21 @@ static __device__ __forceinline__ float sum16(float x)
     return x;
 }
 
-/* Block: one tile of 64 queries of one head. r = <O, dO>, the tile's LSE2, and a zero dQ. */
+/* Block: one tile of 64 queries of one head. r = <O, dO>, the tile's LSE2, and, where asked, a zero dQ. */
 static __global__ void __launch_bounds__(256)
-    prepare_kernel(struct bwd_plan p, struct head_view out, struct head_view dout, const float *lse)
+    prepare_kernel(struct bwd_plan p, struct head_view out, struct head_view dout, const float *lse, bool zero_dq)
 {
     const int tile = blockIdx.x, head = blockIdx.y, batch = blockIdx.z, part = threadIdx.x & 15;
     const int64_t at = ((int64_t)batch * p.heads + head) * p.tiles + tile;
     const bf16 *o = out.data + batch * out.batch_stride + head * out.head_stride + part * 8;
     const bf16 *g = dout.data + batch * dout.batch_stride + head * dout.head_stride + part * 8;
     float *stats = p.stats + at * BWD_STATISTICS;
-    float4 *dq = reinterpret_cast<float4 *>(p.dq + at * BWD_TILE);
+    if (zero_dq) {
+        float4 *dq = reinterpret_cast<float4 *>(p.dq + at * BWD_TILE);
 #pragma unroll
-    for (int i = 0; i < BWD_TILE / 4 / 256; i++) {
-        dq[i * 256 + threadIdx.x] = make_float4(0, 0, 0, 0);
+        for (int i = 0; i < BWD_TILE / 4 / 256; i++) {
+            dq[i * 256 + threadIdx.x] = make_float4(0, 0, 0, 0);
+        }
     }
     if (threadIdx.x < 2) {
         p.turns[at * 2 + threadIdx.x] = 0;
@@ -91,7 +93,7 @@ static dim3 tiles_of(const struct bwd_plan &p)
 
 void bwd_prepare(const struct attention_bwd *a, const struct bwd_plan &p)
 {
-    prepare_kernel<<<tiles_of(p), 256, 0, a->cuda->stream>>>(p, a->out, a->dout, a->lse_log2);
+    prepare_kernel<<<tiles_of(p), 256, 0, a->cuda->stream>>>(p, a->out, a->dout, a->lse_log2, a->unordered);
     cuda_launched(a->cuda, "attention backward, statistics");
 }
 

@@ -175,6 +175,13 @@ __device__ __forceinline__ void bulk_add_f32(float *to, uint32_t from, uint32_t 
                  : "memory");
 }
 
+/* [cp.async.bulk] global[0 .. bytes) = shared; joins the same groups. */
+__device__ __forceinline__ void bulk_store(void *to, uint32_t from, uint32_t bytes)
+{
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+                 : "memory");
+}
+
 /* [cp.async.bulk] Plain copy of contiguous bytes, a multiple of 16. */
 __device__ __forceinline__ void bulk_load(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier)
 {

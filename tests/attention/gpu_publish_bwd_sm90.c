@@ -1,5 +1,5 @@
-/* What the Hopper backward publishes, seen through its gradients: group sizes, lengths around tiles, magnitudes that the
- * caller knows (attention_bwd.amax), and a V that 4 would lift out of E4M3. */
+/* What the Hopper backward publishes, seen through its gradients: group sizes, lengths around tiles, magnitudes that
+ * the caller knows (attention_bwd.amax), and a V that 4 would lift out of E4M3. */
 #include "attention/attention_bwd_sm90.h"
 #include "attention/attention_cpu.h"
 #include "tests/attention/cases.h"
