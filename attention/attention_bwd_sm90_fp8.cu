@@ -254,11 +254,13 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
         if (i > 0) {
             ds_wait(s, i - 1);
         }
+        wgmma_fence();
         product_dq(y, operand_k_major(s.base + AT_DS + before * DS_BYTES), k_half); /* not of tile -1 */
         if (i + 1 < n) {
             mbarrier_wait(barrier_at(s, FULL + r.stage), r.parity);
         }
         /* The scores of the next tile, under the additions to dQ; after the last one nobody looks at them. */
+        wgmma_fence();
         product_scores<QK8>(x, k_rows, operand_k_major(s.base + AT_Q + r.stage * ROWS_Q));
         wgmma_wait<1>();
         wgmma_pin(y);
@@ -309,7 +311,9 @@ static __global__ void __launch_bounds__(BWD_THREADS, 1)
         }
     } else {
         registers_raise<240>();
-        compute<ORDERED, E5M2, CODE, QK8>(p, u, s, threadIdx.x / 128 - 1);
+        /* The warpgroup's number as a maximum over the warp, which the compiler keeps in a uniform register:
+         * descriptors are then made there, and not moved over one by one. */
+        compute<ORDERED, E5M2, CODE, QK8>(p, u, s, (int)__reduce_max_sync(0xffffffffu, threadIdx.x / 128) - 1);
     }
 }
 
@@ -335,9 +339,12 @@ extern "C" const char *attention_bwd_fp8_refuses_sm90(const struct attention_rec
     if (recipe->pv != PV_FP8 && recipe->pv != PV_MXFP4) {
         return "the Hopper FP8 backward carries pv = fp8 and mxfp4";
     }
-    if (recipe->v_diag != V_DIAG_BLOCKED || recipe->sink_keys_fp8 != 0 || recipe->anchor != ANCHOR_ROW ||
-        (recipe->p_map != P_EXACT && recipe->p_map != P_THRESHOLD)) {
-        return "the Hopper FP8 backward wants v_diag = blocked, sink_keys_fp8 = 0, anchor = row and p_map = exact";
+    if (recipe->v_diag != V_DIAG_BLOCKED || recipe->sink_keys_fp8 != 0 || recipe->anchor != ANCHOR_ROW) {
+        return "the Hopper FP8 backward wants v_diag = blocked, sink_keys_fp8 = 0 and anchor = row";
+    }
+    /* Where P is exp2(t - LSE2), the map of the forward's codes is in LSE2 and nowhere else. */
+    if (recipe->bwd_p == BWD_P_CODES && recipe->p_map != P_EXACT && recipe->p_map != P_THRESHOLD) {
+        return "the Hopper FP8 backward rebuilds codes with p_map = exact or threshold only";
     }
     if (recipe->pv == PV_MXFP4 && recipe->bwd_p == BWD_P_CODES && recipe->do_format != DO_E4M3) {
         return "the Hopper FP8 backward rebuilds MXFP4 codes with do_format = e4m3 only";

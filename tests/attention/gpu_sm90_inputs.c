@@ -85,6 +85,10 @@ static int backward_routes(struct attention_recipe *recipes)
     recipes[n++].qk_grad = QK_GRAD_LIFT;
     recipes[n] = recipe_of(PV_MXFP4, BWD_SAVED_OUTPUT);
     recipes[n++].p_map = P_THRESHOLD;
+    recipes[n] = recipe_of(PV_MXFP4, BWD_SAVED_OUTPUT);
+    recipes[n++].p_map = P_AFFINE;
+    recipes[n] = recipe_of(PV_MXFP4, BWD_SAVED_OUTPUT_FIXED);
+    recipes[n++].p_map = P_CODE_SPACE;
     return n;
 }
 
