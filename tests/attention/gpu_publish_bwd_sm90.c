@@ -126,9 +126,8 @@ static int check(struct cuda *cuda, const struct attention_shape *shape, const s
     bool close = dq <= FP8_BOUND && dk <= FP8_BOUND && dv <= FP8_BOUND;
     if (!same || !close) {
         print_message("%s T %d B %d heads %d/%d values %g: dq %.2e dk %.2e dv %.2e%s\n",
-                      backward_preset_names[recipe->backward], (int)shape->tokens, (int)shape->batch,
-                      (int)shape->heads, (int)shape->kv_heads, (double)values, dq, dk, dv,
-                      same ? "" : "; other bits with amax known");
+                      backward_preset_names[recipe->backward], (int)shape->tokens, (int)shape->batch, (int)shape->heads,
+                      (int)shape->kv_heads, (double)values, dq, dk, dv, same ? "" : "; other bits with amax known");
     }
     gradients_free(&found);
     gradients_free(&known);
