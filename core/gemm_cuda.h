@@ -45,8 +45,8 @@ MUST_CHECK enum status gemm_cuda_plan(const struct cuda *cuda, const struct gemm
 void gemm_cuda_plan_all(const struct cuda *cuda, bool on);
 
 /* The planned choices as a small JSON file, for the run folder and each checkpoint, and read back: a file of another
- * device or library version is ignored with a notice; ERR_DATA if it is damaged or names
- * an algorithm that the library does not propose. */
+ * device or library version is ignored with a notice; ERR_DATA if it is damaged or names an algorithm that the library
+ * does not propose. */
 MUST_CHECK enum status gemm_cuda_save(const struct cuda *cuda, const char *path);
 MUST_CHECK enum status gemm_cuda_load(const struct cuda *cuda, const char *path);
 

@@ -10,8 +10,7 @@ extern "C" {
 
 /* ---- memory ---- */
 
-/* Four codes of 16 bits, the first in the lowest half. FULL: at an aligned address. Else the first n of four, anywhere;
- * the others are 0. */
+/* Four codes of 16 bits, the first in the lowest half. */
 template <bool FULL> __device__ __forceinline__ uint2 codes_load(const void *from, uint64_t at, int n)
 {
     const uint16_t *p = static_cast<const uint16_t *>(from) + at;

@@ -70,6 +70,7 @@ if [ "$1" = --one ]; then
     run_one "$2" "$3" "$4"
     exit
 fi
+[ $# -gt 1 ] || { echo "sanitize_gpu: expected LIMIT_S PROGRAM..."; exit 1; }
 limit=$1
 shift
 command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is not there: it comes with CUDA"; exit 1; }
@@ -79,4 +80,4 @@ for tool in memcheck racecheck; do
             printf '%s\n%s\n' "$tool" "$program"
         fi
     done
-done | xargs -P "$(nproc)" -n 2 "$0" --one "$limit"
+done | xargs -P "$(nproc)" -n 2 "$0" --one "$limit" || exit 1

@@ -66,27 +66,41 @@ row_of()
                      ms["backward"], ms["optim"], mfu, causal, gib, mhz, route }'
 }
 
+[ $# -gt 0 ] || { echo "step_rows: expected PROGRAM [ROW...] or PROGRAM --list"; exit 1; }
 program=$1
 shift
-OUT=${OUT:-$(mktemp -d)}
-if [ "$1" = --list ]; then
+if [ "${1-}" = --list ]; then
     rows | while read -r name steps arguments; do
         echo "$name: $program configs/gpt8b_step_time.toml $arguments --run.steps=$steps"
     done
     exit
 fi
+for name in "$@"; do
+    rows | awk -v name="$name" '$1 == name { found = 1 } END { exit !found }' ||
+        { echo "step_rows: no row is called $name (--list prints them)"; exit 1; }
+done
+OUT=${OUT:-$(mktemp -d)}
 mkdir -p "$OUT"
 echo "| row | step ms | tokens/s | forward | backward | norm + AdamW | MFU (causal) | GiB | SM MHz | attention by |"
-rows | while read -r name steps arguments; do
-    if [ $# -gt 0 ]; then
-        case " $* " in
-        *" $name "*) ;;
-        *) continue ;;
-        esac
-    fi
-    # shellcheck disable=SC2086
-    timeout 300 "$program" configs/gpt8b_step_time.toml $arguments --run.steps="$steps" --device.gemm_choices="$OUT/gemm.json" \
-        >"$OUT/$name.txt" 2>&1 </dev/null
-    row_of "$name" <"$OUT/$name.txt" || echo "| $name | failed: $(grep -a error "$OUT/$name.txt" | head -n 1) |"
-done
+rows | {
+    failed=0
+    while read -r name steps arguments; do
+        if [ $# -gt 0 ]; then
+            case " $* " in
+            *" $name "*) ;;
+            *) continue ;;
+            esac
+        fi
+        # shellcheck disable=SC2086
+        timeout 300 "$program" configs/gpt8b_step_time.toml $arguments --run.steps="$steps" \
+            --device.gemm_choices="$OUT/gemm.json" >"$OUT/$name.txt" 2>&1 </dev/null
+        row_of "$name" <"$OUT/$name.txt" || {
+            echo "| $name | failed: $(grep -a error "$OUT/$name.txt" | head -n 1) |"
+            failed=1
+        }
+    done
+    exit "$failed"
+}
+failed=$?
 echo "reports: $OUT"
+exit "$failed"
