@@ -26,7 +26,7 @@ struct bwd_plan {
     int heads_together;                 /* kv heads whose blocks are in flight at the same time, for the L2 cache */
     bool causal;
     float c, scale;  /* base-2 score of q.k; softmax_scale */
-    float *dq;       /* (B, H, tiles, BWD_TILE) */
+    float *dq;       /* (B, H, tiles, BWD_TILE); zero before the kernel only where sums have no order */
     float *stats;    /* (B, H, tiles, BWD_STATISTICS) */
     uint32_t *turns; /* (B, H, tiles, 2): ordered sums: blocks that have added their half of the features */
     struct head_view dk, dv;

@@ -6,8 +6,10 @@
 
 #include "attention/attention.h"
 
-/* NULL, or why the hand-written backward does not run (shape, recipe). */
+/* NULL, or why the hand-written backward does not run (shape, recipe), where the forward does
+ * (attention_fwd_refuses_sm90: limits of size are asked for there). */
 const char *attention_bwd_refuses_sm90(const struct attention_shape *shape, const struct attention_recipe *recipe);
 size_t attention_bwd_scratch_bytes_sm90(const struct attention_shape *shape, const struct attention_recipe *recipe);
-/* As attention_variant.bwd. Views: data and all strides multiples of 16 bytes. stats is not looked at. */
+/* As attention_variant.bwd. Views: data and all strides multiples of 16 bytes. stats is not looked at; amax only where
+ * Q and K are made into gradient views from the tensors themselves (FP8 routes, qk_grad = original). */
 void attention_bwd_sm90(const struct attention_bwd *a);

@@ -1,5 +1,5 @@
-/* attention: FP8 backward on Hopper (docs/numerics.md, sections 7 and 8): scores in BF16 from the represented Q and K,
- * the other four products in FP8. */
+/* attention: FP8 backward on Hopper (docs/numerics.md, sections 7 and 8): scores from the represented Q and K, in BF16
+ * or, for qk = nvfp4_e4m3, in FP8 (QK8); the other four products in FP8. */
 #include "attention/attention_bwd_sm90_mxfp4.cuh"
 
 extern "C" {

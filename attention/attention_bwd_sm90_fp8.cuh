@@ -39,7 +39,7 @@ struct bwd_rules {
     bool dout_e5m2, dout_fixed; /* format; multiplier 4 */
     bool ds_fixed;
     bool view_fixed;  /* gradient views of Q and K times 4 */
-    bool value_e4m3;  /* V = E4M3(4 v); else v is represented already */
+    bool value_e4m3;  /* V = E4M3(4 v), or a smaller lift where 4 |v| > 448; else v is represented already */
     bool score_e4m3;  /* qk = nvfp4_e4m3: scores are an FP8 product too */
     float value_unit; /* v holds that many times V */
 };

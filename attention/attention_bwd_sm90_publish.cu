@@ -1,4 +1,4 @@
-/* attention: operands and statistics of the FP8 backward on Hopper. */
+/* attention: operands and statistics of the FP8 backward on Hopper and, for sums in any order, a zero dQ. */
 #include "attention/attention_bwd_sm90_facts.cuh"
 
 enum { AHEAD = 200 }; /* blocks by which measuring is ahead: fewer, and publishers wait; more, and the L2 cache loses */

@@ -1,5 +1,5 @@
-/* attention: what the Hopper backward does before and after its kernel where nothing is published: statistics of rows,
- * a zero dQ, the rounding of dQ. */
+/* attention: what the Hopper backward does before its kernel where nothing is published (the BF16 route): statistics of
+ * rows and, for sums in any order, a zero dQ; and after it, on every route, the rounding of dQ. */
 #include "attention/attention_bwd_sm90_fp8.cuh"
 
 /* Sixteen neighbouring lanes. */

@@ -1,7 +1,7 @@
 /* attention: what the Hopper forward kernels share (docs/numerics.md, section 5), D = 128.
  *
  * A block of query rows of one head, 64 for each consumer warpgroup, is a tile; a persistent grid takes tiles from a
- * counter, longest first. Warpgroup 0 produces: one thread fetches tile numbers and issues all TMA. Keys run from the
+ * counter, longest first. Warpgroup 0 produces: one thread fetches tile numbers and issues all loads. Keys run from the
  * last block of 128 to the first, so that masks concern the first blocks met only. Where rows do not fill tiles of 192
  * it is the shortest tile that has rows before 0. */
 #pragma once
@@ -70,7 +70,7 @@ struct fwd_tile {
     int head, row; /* row: its first, may be negative */
 };
 
-/* n / d and n % d for 0 <= n < 2^24 and d > 0, in few registers: the producer has 24. */
+/* n / d and n % d for 0 <= n < 2^24 and d > 0, in few registers: the producer has 24 or 32. */
 __device__ __forceinline__ int divide(int n, int d, int &rest)
 {
     int q = (int)__fdividef((float)n, (float)d);

@@ -9,7 +9,7 @@ extern const struct attention_variant attention_variant_sm90;
 /* NULL, or why the hand-written forward does not run (shape, recipe). */
 const char *attention_fwd_refuses_sm90(const struct attention_shape *shape, const struct attention_recipe *recipe);
 size_t attention_fwd_scratch_bytes_sm90(const struct attention_shape *shape, const struct attention_recipe *recipe);
-/* As attention_variant.fwd. */
+/* As attention_variant.fwd, for what is not refused. stats is not looked at, and views are not checked. */
 void attention_fwd_sm90(const struct attention_fwd *a);
 
 /* ---- kernels ----------------------------------------------------------------------------------------------- */

@@ -101,7 +101,8 @@ static struct head_view centred_view(const struct attention_fwd *a, bf16 *own)
     return own_view(s, own, s->kv_heads);
 }
 
-/* What the kernels multiply; members that the recipe has no use for are NULL. */
+/* What the kernels multiply. q8 and k8 are NULL unless scores are E4M3; what else the recipe has no use for points
+ * anywhere and is not looked at. */
 static struct attention_operands_sm90 publish(const struct attention_fwd *a)
 {
     const struct attention_shape *s = &a->shape;

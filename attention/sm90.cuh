@@ -27,7 +27,7 @@ __device__ __forceinline__ uint32_t shared_address(const void *p)
     return (uint32_t)__cvta_generic_to_shared(p);
 }
 
-/* [mbarrier.init] One thread; then barriers_ready() and a barrier of the block. */
+/* [mbarrier.init] One thread; then mbarriers_ready() and a barrier of the block. */
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals)
 {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");

@@ -2,8 +2,8 @@
  *
  *   build/release/bench/instructions_sm90
  *
- * Clocks of one multiprocessor by its own counter, eight warps at work, all 132 busy; for wgmma also the share of the
- * dense rate (4096 BF16 or 8192 FP8 operations a clock). Copies and additions: bench/transfers_sm90. */
+ * Clocks of one multiprocessor by its own counter, eight warps at work, all multiprocessors busy; for wgmma also the
+ * share of the dense rate (4096 BF16 or 8192 FP8 operations a clock). Copies and additions: bench/transfers_sm90. */
 #include "bench/clocks_sm90.cuh"
 
 enum { SHARED = 200 * 1024 };

@@ -101,7 +101,7 @@ static double difference(const bf16 *x, const bf16 *y, int64_t n)
     return squares == 0 ? 0 : sqrt(squares / norm);
 }
 
-/* As in gpu_sm90_shapes.c: FP8 sums of 14 bits move one stored dS in 100 to a neighbouring code. */
+/* As backward_bound in gpu_sm90_check.h: FP8 sums of 14 bits move one stored dS in 100 to a neighbouring code. */
 #define FP8_BOUND 2e-2
 
 /* Compares with the reference, and the call that knows magnitudes with the one that finds them. Returns complaints. */

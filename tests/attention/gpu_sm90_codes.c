@@ -210,7 +210,7 @@ static double stored_one(const struct attention_case *c, int64_t row)
 }
 
 /* Codes behind one element of dV: as found, and as expected. E2M1 codes of MXFP4 are multiplied as q 2^(E - n) in
- * E5M2, which cuts off what lies below its least number, 2^-16 (docs/numerics.md, sections 7, 9): blocks that reach
+ * E5M2, which cuts off what lies below its least number, 2^-16 (docs/numerics.md, section 16): blocks that reach
  * below are compared in units of that. */
 struct pair_of_codes {
     int found, expected;

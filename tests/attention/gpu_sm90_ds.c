@@ -142,7 +142,7 @@ static struct ds read_ds(struct gpu *gpu, const struct attention_recipe *recipe,
 }
 
 /* thin: what is left is FP32 rounding of dP - r and codes of P (those of MXFP4 below 2^-16 of a row are cut off,
- * docs/numerics.md, section 9). Else FP8 tensor cores keep about 14 bits of dP, which turns a few stored dS in 1000 to
+ * docs/numerics.md, section 16). Else FP8 tensor cores keep about 14 bits of dP, which turns a few stored dS in 1000 to
  * their neighbours; where dP - r cancels, by more. */
 static void ds_codes(void **state)
 {
