@@ -111,6 +111,10 @@ static bool map_without_mx(const struct attention_recipe *r)
 {
     return r->pv != PV_MXFP4 && r->p_map != P_EXACT;
 }
+static bool affine_without_rise(const struct attention_recipe *r)
+{
+    return r->p_map == P_AFFINE && !(r->affine_a > 0);
+}
 static bool anchor_without_mx(const struct attention_recipe *r)
 {
     return r->pv != PV_MXFP4 && r->anchor != ANCHOR_ROW;
@@ -149,6 +153,9 @@ static const struct {
     {scale_without_blocks, "qk=bf16 with qk_scale=mse or folded: bf16 has no block scales; use qk_scale=amax"},
     {map_without_mx, "p_map other than exact without pv=mxfp4: producers work on blocks with a power-of-two scale; use "
                      "p_map=exact or pv=mxfp4"},
+    {affine_without_rise,
+     "p_map=affine with affine_a <= 0: codes would not rise with the score, and masked keys, whose "
+     "scores are the lowest, would get some; use affine_a > 0"},
     {anchor_without_mx, "anchor=zero or sampled without pv=mxfp4: only its block exponents have the range; use "
                         "anchor=row or pv=mxfp4"},
     {diag_without_blocks, "v_diag=fp8 with pv=bf16 or fp8: V has no blocks along keys; use v_diag=blocked"},

@@ -103,13 +103,17 @@ static void test_each_refusal_names_its_keys(void **state)
     struct attention_recipe plain = attention_recipe_bf16();
     struct attention_recipe fp8 = recipe_of(PV_FP8, BWD_REPRESENTED);
     struct attention_recipe mx = recipe_of(PV_MXFP4, BWD_REPRESENTED);
-    struct refusal list[12];
+    struct refusal list[14];
     int n = 0;
 #define REFUSED(from, dim, change, ...)                                                                                \
     list[n] = (struct refusal){.recipe = from, .head_dim = dim, .keys = {__VA_ARGS__}};                                \
     list[n++].recipe.change
     REFUSED(plain, 64, qk_scale = QK_SCALE_MSE, "qk=", "qk_scale");
     REFUSED(mx, 64, qk_scale = QK_SCALE_FOLDED, "qk_scale=folded", "head_dim");
+    struct attention_recipe affine = mx;
+    affine.p_map = P_AFFINE;
+    REFUSED(affine, 64, affine_a = 0, "p_map=affine", "affine_a");
+    REFUSED(affine, 64, affine_a = -1.5f, "p_map=affine", "affine_a");
     REFUSED(fp8, 64, p_map = P_THRESHOLD, "p_map", "pv=");
     REFUSED(fp8, 64, anchor = ANCHOR_ZERO, "anchor", "pv=");
     REFUSED(fp8, 64, v_diag = V_DIAG_FP8, "v_diag", "pv=");
