@@ -2,6 +2,7 @@
 #include "core/file.h"
 #include "core/log.h"
 #include "tests/test.h"
+#include "tests/train/scratch.h"
 #include "train/config.h"
 
 #include <stdlib.h>
@@ -14,28 +15,9 @@ static const char base[] =
     "ffn = 128\nvocab = 320\n\n[optim]\nlr = 1e-3\n\n"
     "[data]\ntrain = \"a.tok.zst /b.tok.zst\"\nbatch = 4\nseq_len = 64\n";
 
-static char folder[64];
-
-static int make_folder(void **state)
-{
-    (void)state;
-    snprintf(folder, sizeof folder, "/tmp/gpt8b_config_XXXXXX");
-    log_set_level((enum log_level)(LOG_ERROR + 1));
-    return mkdtemp(folder) == NULL;
-}
-
-static int remove_folder(void **state)
-{
-    (void)state;
-    char command[128];
-    snprintf(command, sizeof command, "rm -r %s", folder);
-    return system(command);
-}
-
 static const char *write_file(const char *name, const char *text)
 {
-    static char path[128];
-    snprintf(path, sizeof path, "%s/%s", folder, name);
+    const char *path = scratch_path(name);
     assert_int_equal(file_write_atomic(path, text, strlen(text)), OK);
     return path;
 }
@@ -222,9 +204,9 @@ static void test_paths_are_relative_to_their_file(void **state)
     char *overrides[] = {"data.val=v.tok.zst", "checkpoint.resume=never"}, expected[256];
     assert_int_equal(read_text(config, "[run]\nout = \"here\"\n[checkpoint]\nresume = \"auto\"\n"), OK);
     assert_int_equal(config_add_overrides(config, overrides, 2), OK);
-    snprintf(expected, sizeof expected, "%s/a.tok.zst /b.tok.zst", folder);
+    snprintf(expected, sizeof expected, "%s/a.tok.zst /b.tok.zst", scratch_folder());
     assert_string_equal(config->data.train, expected);
-    snprintf(expected, sizeof expected, "%s/here", folder);
+    snprintf(expected, sizeof expected, "%s/here", scratch_folder());
     assert_string_equal(config->run.out, expected);
     assert_string_equal(config->data.val, "v.tok.zst");
     assert_string_equal(config->checkpoint.resume, "never");
@@ -280,7 +262,7 @@ static void test_dump_reads_back_as_the_same_configuration(void **state)
                                        "do_format = \"e4m3\"\n[optim]\nbetas = [0.8, 0.99]\neps = 1.5e-9\n"
                                        "[study]\nseeds = [5, 6]\n"),
                      OK);
-    snprintf(path, sizeof path, "%s/dump.toml", folder);
+    snprintf(path, sizeof path, "%s/dump.toml", scratch_folder());
     assert_int_equal(config_dump(config, path), OK);
     assert_int_equal(config_add_file(back, path), OK);
     assert_int_equal(config_finish(back), OK);
@@ -298,7 +280,7 @@ static void test_a_dump_of_long_globs_reads_back_or_says_what_it_leaves_out(void
     struct config *config = new_config(), *back = new_config();
     char path[128], globs[CONFIG_GLOBS + 16], *override = globs, *text = NULL;
     size_t bytes = 0;
-    snprintf(path, sizeof path, "%s/dump.toml", folder);
+    snprintf(path, sizeof path, "%s/dump.toml", scratch_folder());
     assert_int_equal(read_text(config, NULL), OK);
     snprintf(globs, sizeof globs, "data.train=/%0*d", CONFIG_GLOBS - 2, 7);
     assert_int_equal(config_add_overrides(config, &override, 1), OK);
@@ -407,5 +389,5 @@ int main(void)
         cmocka_unit_test(test_resume_compares_key_by_key),
         cmocka_unit_test(test_documentation_of_keys_is_current),
     };
-    return cmocka_run_group_tests(tests, make_folder, remove_folder);
+    return cmocka_run_group_tests(tests, scratch_make, scratch_remove);
 }

@@ -2,6 +2,7 @@
 #include "core/file.h"
 #include "core/log.h"
 #include "tests/test.h"
+#include "tests/train/scratch.h"
 #include "train/metrics.h"
 
 #include <stdlib.h>
@@ -9,37 +10,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-static char folder[64];
-
-static int make_folder(void **state)
-{
-    (void)state;
-    snprintf(folder, sizeof folder, "/tmp/gpt8b_metrics_XXXXXX");
-    log_set_level((enum log_level)(LOG_ERROR + 1));
-    return mkdtemp(folder) == NULL;
-}
-
-static int remove_folder(void **state)
-{
-    (void)state;
-    char command[128];
-    snprintf(command, sizeof command, "rm -r %s", folder);
-    return system(command);
-}
-
-static const char *inside(const char *name)
-{
-    static char paths[4][128];
-    static int next;
-    char *path = paths[next++ % 4];
-    snprintf(path, sizeof paths[0], "%s/%s", folder, name);
-    return path;
-}
-
 static enum status cut(int64_t update)
 {
     struct metrics metrics;
-    enum status status = metrics_open(&metrics, folder, update, 0);
+    enum status status = metrics_open(&metrics, scratch_folder(), update, 0);
     metrics_close(&metrics);
     return status;
 }
@@ -61,11 +35,12 @@ static void test_rows_after_the_update_and_torn_ones_go(void **state)
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         char *text = NULL;
         size_t bytes = 0;
-        assert_int_equal(file_write_atomic(inside("metrics.jsonl"), cases[i].before, strlen(cases[i].before)), OK);
+        assert_int_equal(file_write_atomic(scratch_path("metrics.jsonl"), cases[i].before, strlen(cases[i].before)),
+                         OK);
         assert_int_equal(cut(cases[i].update), OK);
-        assert_int_equal(file_read_all(inside("metrics.jsonl"), 1 << 20, &text, &bytes), OK);
+        assert_int_equal(file_read_all(scratch_path("metrics.jsonl"), 1 << 20, &text, &bytes), OK);
         assert_string_equal(text, cases[i].after);
-        assert_int_not_equal(access(inside("metrics.jsonl.tmp"), F_OK), 0);
+        assert_int_not_equal(access(scratch_path("metrics.jsonl.tmp"), F_OK), 0);
         free(text);
     }
 }
@@ -73,7 +48,7 @@ static void test_rows_after_the_update_and_torn_ones_go(void **state)
 static ino_t inode(void)
 {
     struct stat info;
-    assert_int_equal(stat(inside("metrics.jsonl"), &info), 0);
+    assert_int_equal(stat(scratch_path("metrics.jsonl"), &info), 0);
     return info.st_ino;
 }
 
@@ -82,7 +57,7 @@ static void test_nothing_is_written_if_all_rows_stay(void **state)
 {
     (void)state;
     static const char rows[] = "{\"step\": 1}\n{\"step\": 2}\n";
-    assert_int_equal(file_write_atomic(inside("metrics.jsonl"), rows, strlen(rows)), OK);
+    assert_int_equal(file_write_atomic(scratch_path("metrics.jsonl"), rows, strlen(rows)), OK);
     ino_t before = inode();
     assert_int_equal(cut(2), OK);
     assert_true(inode() == before);
@@ -97,12 +72,12 @@ static void test_a_failed_cut_harms_nothing(void **state)
     static const char rows[] = "{\"step\": 1}\n{\"step\": 2}\n";
     char *text = NULL;
     size_t bytes = 0;
-    assert_int_equal(file_write_atomic(inside("metrics.jsonl"), rows, strlen(rows)), OK);
-    assert_int_equal(mkdir(inside("metrics.jsonl.tmp"), 0777), 0);
+    assert_int_equal(file_write_atomic(scratch_path("metrics.jsonl"), rows, strlen(rows)), OK);
+    assert_int_equal(mkdir(scratch_path("metrics.jsonl.tmp"), 0777), 0);
     assert_int_equal(cut(1), ERR_IO);
     assert_non_null(strstr(status_last_message(), "metrics.jsonl.tmp: cannot create"));
-    assert_int_equal(rmdir(inside("metrics.jsonl.tmp")), 0);
-    assert_int_equal(file_read_all(inside("metrics.jsonl"), 1 << 20, &text, &bytes), OK);
+    assert_int_equal(rmdir(scratch_path("metrics.jsonl.tmp")), 0);
+    assert_int_equal(file_read_all(scratch_path("metrics.jsonl"), 1 << 20, &text, &bytes), OK);
     assert_string_equal(text, rows);
     free(text);
 }
@@ -114,7 +89,7 @@ static void test_a_file_of_more_than_a_gibibyte(void **state)
     enum { ROWS = 36 };
     const long row_bytes = 32L << 20;
     struct stat info;
-    FILE *file = fopen(inside("metrics.jsonl"), "w");
+    FILE *file = fopen(scratch_path("metrics.jsonl"), "w");
     assert_non_null(file);
     for (int i = 0; i < ROWS; i++) {
         assert_int_equal(fseek(file, i * row_bytes, SEEK_SET), 0);
@@ -124,10 +99,10 @@ static void test_a_file_of_more_than_a_gibibyte(void **state)
     }
     assert_int_equal(fclose(file), 0);
     assert_int_equal(cut(ROWS), OK);
-    assert_int_equal(stat(inside("metrics.jsonl"), &info), 0);
+    assert_int_equal(stat(scratch_path("metrics.jsonl"), &info), 0);
     assert_int_equal(info.st_size, ROWS * row_bytes);
     assert_int_equal(cut(2), OK);
-    assert_int_equal(stat(inside("metrics.jsonl"), &info), 0);
+    assert_int_equal(stat(scratch_path("metrics.jsonl"), &info), 0);
     assert_int_equal(info.st_size, 2 * row_bytes);
 }
 
@@ -139,5 +114,5 @@ int main(void)
         cmocka_unit_test(test_a_failed_cut_harms_nothing),
         cmocka_unit_test(test_a_file_of_more_than_a_gibibyte),
     };
-    return cmocka_run_group_tests(tests, make_folder, remove_folder);
+    return cmocka_run_group_tests(tests, scratch_make, scratch_remove);
 }
