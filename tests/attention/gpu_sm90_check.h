@@ -23,6 +23,20 @@ static inline int gpu_close_state(void **state)
     return 0;
 }
 
+/* What tells the kernels apart. */
+struct route {
+    enum qk_format qk;
+    enum pv_format pv;
+    enum backward_preset backward;
+};
+
+static inline struct attention_recipe recipe_of_route(struct route route)
+{
+    struct attention_recipe recipe = recipe_of(route.pv, route.backward);
+    recipe.qk = route.qk;
+    return recipe;
+}
+
 static inline struct attention_shape shape_of(int64_t batch, int64_t tokens, int64_t heads, int64_t kv_heads,
                                               bool causal)
 {

@@ -8,11 +8,7 @@ enum { ROUTES = 5, MIXED = 3 };
  * state that the Hopper forward saved. */
 static struct attention_recipe route(int i)
 {
-    static const struct {
-        enum qk_format qk;
-        enum pv_format pv;
-        enum backward_preset backward;
-    } rows[ROUTES + MIXED] = {
+    static const struct route rows[ROUTES + MIXED] = {
         {QK_BF16, PV_BF16, BWD_BF16},
         {QK_NVFP4, PV_FP8, BWD_REPRESENTED},
         {QK_NVFP4, PV_MXFP4, BWD_REPRESENTED},
@@ -22,8 +18,7 @@ static struct attention_recipe route(int i)
         {QK_NVFP4, PV_MXFP4, BWD_REPRESENTED},
         {QK_NVFP4, PV_FP8, BWD_REPRESENTED},
     };
-    struct attention_recipe recipe = recipe_of(rows[i].pv, rows[i].backward);
-    recipe.qk = rows[i].qk;
+    struct attention_recipe recipe = recipe_of_route(rows[i]);
     recipe.k_center = recipe.dk_center = i == ROUTES;
     recipe.p_map = i == ROUTES + 1 ? P_AFFINE : P_EXACT;
     recipe.debug_leak = i == ROUTES + 2 ? 0.04f : 0;

@@ -7,17 +7,12 @@ enum { ROUTES = 5 };
 /* One recipe for each kernel. */
 static struct attention_recipe route(int i)
 {
-    static const struct {
-        enum qk_format qk;
-        enum pv_format pv;
-        enum backward_preset backward;
-    } rows[ROUTES] = {{QK_BF16, PV_BF16, BWD_BF16},
-                      {QK_NVFP4, PV_FP8, BWD_REPRESENTED},
-                      {QK_NVFP4, PV_MXFP4, BWD_REPRESENTED},
-                      {QK_NVFP4_E4M3, PV_FP8, BWD_SAVED_OUTPUT},
-                      {QK_NVFP4_E4M3, PV_MXFP4, BWD_REPRESENTED}};
-    struct attention_recipe recipe = recipe_of(rows[i].pv, rows[i].backward);
-    recipe.qk = rows[i].qk;
+    static const struct route rows[ROUTES] = {{QK_BF16, PV_BF16, BWD_BF16},
+                                              {QK_NVFP4, PV_FP8, BWD_REPRESENTED},
+                                              {QK_NVFP4, PV_MXFP4, BWD_REPRESENTED},
+                                              {QK_NVFP4_E4M3, PV_FP8, BWD_SAVED_OUTPUT},
+                                              {QK_NVFP4_E4M3, PV_MXFP4, BWD_REPRESENTED}};
+    struct attention_recipe recipe = recipe_of_route(rows[i]);
     recipe.mx_rule = i == 4 ? MX_OCP : MX_NEAREST;
     return recipe;
 }
