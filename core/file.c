@@ -46,6 +46,18 @@ static enum status check_path(const char *path)
     return OK;
 }
 
+enum status file_replace(const char *temporary, const char *path)
+{
+    if (rename(temporary, path) != 0) {
+        enum status status = status_fail_errno(ERR_IO, path, "cannot rename the temporary file");
+        unlink(temporary);
+        return status;
+    }
+    char folder[PATH_MAX];
+    folder_of(path, folder);
+    return file_sync_folder(folder);
+}
+
 enum status file_write_atomic(const char *path, const void *bytes, size_t n)
 {
     TRY(check_path(path));
@@ -59,16 +71,11 @@ enum status file_write_atomic(const char *path, const void *bytes, size_t n)
     if (close(fd) != 0 && status == OK) {
         status = status_fail_errno(ERR_IO, temporary, "cannot close");
     }
-    if (status == OK && rename(temporary, path) != 0) {
-        status = status_fail_errno(ERR_IO, path, "cannot rename the temporary file");
-    }
     if (status != OK) {
         unlink(temporary);
         return status;
     }
-    char folder[PATH_MAX];
-    folder_of(path, folder);
-    return file_sync_folder(folder);
+    return file_replace(temporary, path);
 }
 
 static enum status read_open_file(FILE *file, const char *path, size_t limit, char **bytes, size_t *n)

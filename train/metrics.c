@@ -63,17 +63,15 @@ static enum status replace_rows(FILE *in, const char *path, int64_t update)
     if (fclose(out) != 0 && status == OK) {
         status = status_fail_errno(ERR_IO, temporary, "cannot close");
     }
-    if (status == OK && rename(temporary, path) != 0) {
-        status = status_fail_errno(ERR_IO, path, "cannot rename the temporary file");
-    }
     if (status != OK) {
         unlink(temporary);
+        return status;
     }
-    return status;
+    return file_replace(temporary, path);
 }
 
 /* Keeps the rows of updates up to `update`; most often all stay, and nothing is written. */
-static enum status keep_rows(const char *out, const char *path, int64_t update)
+static enum status keep_rows(const char *path, int64_t update)
 {
     bool cuts;
     FILE *in = fopen(path, "re");
@@ -83,7 +81,6 @@ static enum status keep_rows(const char *out, const char *path, int64_t update)
     enum status status = copy_rows(in, NULL, path, update, &cuts);
     if (status == OK && cuts) {
         status = replace_rows(in, path, update);
-        status = status == OK ? file_sync_folder(out) : status;
     }
     fclose(in);
     return status;
@@ -94,7 +91,7 @@ static enum status open_rows(FILE **file, const char *out, const char *name, int
 {
     char path[PATH_BYTES];
     snprintf(path, sizeof path, "%s/%s", out, name);
-    TRY(keep_rows(out, path, update));
+    TRY(keep_rows(path, update));
     *file = fopen(path, "ae");
     return *file != NULL ? OK : status_fail_errno(ERR_IO, path, "cannot open for writing");
 }
