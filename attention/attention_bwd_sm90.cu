@@ -138,7 +138,7 @@ static __device__ __forceinline__ void compute(const struct bwd_plan &p, const s
         if (masked(p, u, w.tile)) {
             mask_scores(p, key, w.tile, x);
         }
-        exponentials(x, stats, p.c, 0.0f);
+        exponentials(x, stats, p.c);
         pack(x, px);
         wgmma_pin(px);
         wgmma_fence();

@@ -191,17 +191,16 @@ static __device__ __forceinline__ void mask_scores(const struct bwd_plan &p, int
     }
 }
 
-/* 2^(c s - from + lift) of scores; from: the tile's first statistic, of this thread's queries; lift: a constant. */
-static __device__ __forceinline__ void exponentials(float (&x)[32], const float2 *from, float c, float lift)
+/* 2^(c s - from) of scores; from: the tile's first statistic, of this thread's queries. */
+static __device__ __forceinline__ void exponentials(float (&x)[32], const float2 *from, float c)
 {
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         const float2 f = from[4 * j];
-        const float even = lift == 0 ? -f.x : lift - f.x, odd = lift == 0 ? -f.y : lift - f.y;
-        x[4 * j] = exp2_fast(fmaf(x[4 * j], c, even));
-        x[4 * j + 1] = exp2_fast(fmaf(x[4 * j + 1], c, odd));
-        x[4 * j + 2] = exp2_fast(fmaf(x[4 * j + 2], c, even));
-        x[4 * j + 3] = exp2_fast(fmaf(x[4 * j + 3], c, odd));
+        x[4 * j] = exp2_fast(fmaf(x[4 * j], c, -f.x));
+        x[4 * j + 1] = exp2_fast(fmaf(x[4 * j + 1], c, -f.y));
+        x[4 * j + 2] = exp2_fast(fmaf(x[4 * j + 2], c, -f.x));
+        x[4 * j + 3] = exp2_fast(fmaf(x[4 * j + 3], c, -f.y));
     }
 }
 

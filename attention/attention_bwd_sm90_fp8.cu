@@ -210,7 +210,7 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
             mask_scores(p.b, key, w.tile, x);
         }
         if (CODE == CODE_FP8) {
-            exponentials(x, stats, score_factor, 0.0f);
+            exponentials(x, stats, score_factor);
             pack(x, px);
         } else {
             mxfp4_codes<CODE>(x, stats, score_factor, s.memory + AT_EXPONENTS + (i & 1) * 1024 + wg * 512, wg, px);

@@ -81,7 +81,7 @@ static __device__ __forceinline__ void mxfp4_codes(float (&x)[32], const float2 
                                                    uint32_t (&codes)[8])
 {
     uint32_t e[8], halves[16];
-    exponentials(x, from, c, 0.0f);
+    exponentials(x, from, c);
     block_exponents<CODE>(x, shared, wg, e);
 #pragma unroll
     for (int j = 0; j < 8; j++) {

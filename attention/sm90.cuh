@@ -113,11 +113,6 @@ template <int N> __device__ __forceinline__ void registers_lower()
 
 /* ---- TMA [cp.async.bulk.tensor]: one thread; coordinates innermost first --------------------------------- */
 
-__device__ __forceinline__ void tma_prefetch(const CUtensorMap *map)
-{
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 __device__ __forceinline__ void tma_load_2d(uint32_t to, const CUtensorMap *map, uint32_t barrier, int x, int y)
 {
     asm volatile(
@@ -150,13 +145,6 @@ __device__ __forceinline__ void tma_load_5d(uint32_t to, const CUtensorMap *map,
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
                  "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
-                 : "memory");
-}
-
-__device__ __forceinline__ void tma_store_3d(const CUtensorMap *map, uint32_t from, int x, int y, int z)
-{
-    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-                 "r"(from), "r"(x), "r"(y), "r"(z)
                  : "memory");
 }
 
