@@ -91,7 +91,7 @@ FUZZERS := $(patsubst %.c,$(OUT)/%,$(wildcard tests/fuzz/fuzz_*.c))
 BENCHES := $(patsubst %.c,$(OUT)/%,$(filter-out $(if $(filter 0,$(CUDA)),bench/%_cuda.c),$(wildcard bench/*.c)))
 KERNEL_BENCHES := $(if $(filter 1,$(CUDA)),$(patsubst %.cu,$(OUT)/%,$(wildcard bench/*.cu)))
 PROGRAMS := $(addprefix $(OUT)/,$(if $(wildcard train/main.c),train_gpt8b) $(TOOLS))
-GENERATED_FROM := $(SOURCES) train/main.c $(wildcard tools/*.c tests/*/*.c bench/*.c)
+GENERATED_FROM := $(SOURCES) train/main.c $(wildcard tools/*.c tests/*.c tests/*/*.c bench/*.c)
 
 ##@ Build
 all: $(PROGRAMS) ## the trainer and its tools, in build/<flavour>/ with links in the root (none for an OUT of your own)
@@ -130,6 +130,12 @@ $(KERNEL_BENCHES): $(OUT)/bench/%: $(OUT)/bench/%.cu.o $(LIBRARY)
 .SECONDEXPANSION:
 $(TESTS) $(GPU_TESTS): $(OUT)/%: $(OUT)/%.o $$(call TEST_HELPERS,$$(dir $$*)) $(LIBRARY)
 	$(Q)$(CC) $(LDFLAGS) $^ $(LDLIBS) -lcmocka -o $@
+
+ifneq ($(SANITIZE),)
+# They say which kernels they launched (tests/launches_cuda.c).
+$(GPU_TESTS): $(OUT)/tests/launches_cuda.o
+$(GPU_TESTS): LDFLAGS += $(foreach f,__cudaRegisterFunction __cudaGetKernel cudaLaunchKernelExC,-Wl,--wrap=$f)
+endif
 
 $(FUZZERS): $(OUT)/%: $(OUT)/%.o $(OUT)/tests/fuzz/harness.o $(OUT)/tests/data/shard_files.o $(LIBRARY)
 	$(Q)$(CC) $(LDFLAGS) $^ $(LDLIBS) -o $@

@@ -5,39 +5,60 @@
 #include "core/cuda.h"
 #include "tests/test.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 enum { GPU_GUARD = 256 };
 
+/* What --small asked for: part `part` of `parts` of the sample. */
+struct gpu_sample {
+    bool small;
+    int part, parts;
+};
+
+static inline struct gpu_sample *gpu_sample(void)
+{
+    static struct gpu_sample sample;
+    return &sample;
+}
+
 /* Whether --small was given. */
 static inline bool *gpu_small(void)
 {
-    static bool small;
-    return &small;
+    return &gpu_sample()->small;
 }
 
-/* The command line of a test program: [--small] [PATTERN]. The pattern chooses tests by name ('*length*'). --small is
- * for compute-sanitizer, under which kernels run hundreds of times slower: tests named *_large are left out, and tables
- * that ask gpu_leaves_out run a sample. */
+/* The command line of a test program: [--small[=PART/PARTS]] [PATTERN]. The pattern chooses tests by name ('*length*').
+ * --small is for compute-sanitizer, under which kernels run hundreds of times slower: tests named *_large are left out,
+ * and tables that ask gpu_leaves_out run a sample, or one of several parts of it (0/4, 1/4, 2/4, 3/4), which may run
+ * side by side. */
 static inline void gpu_arguments(int argc, char **argv)
 {
-    *gpu_small() = argc > 1 && strcmp(argv[1], "--small") == 0;
-    int pattern = *gpu_small() ? 2 : 1;
-    if (*gpu_small()) {
+    struct gpu_sample *sample = gpu_sample();
+    *sample = (struct gpu_sample){argc > 1 && strncmp(argv[1], "--small", 7) == 0, 0, 1};
+    if (sample->small) {
         cmocka_set_skip_filter("*_large");
+        if (argv[1][7] != 0 && (sscanf(argv[1], "--small=%d/%d", &sample->part, &sample->parts) != 2 ||
+                                sample->part < 0 || sample->part >= sample->parts)) {
+            fprintf(stderr, "%s: expected --small=PART/PARTS, from 0/PARTS on, not %s\n", argv[0], argv[1]);
+            exit(2);
+        }
     }
+    const int pattern = sample->small ? 2 : 1;
     if (argc > pattern) {
         cmocka_set_test_filter(argv[pattern]);
     }
 }
 
-/* Counts the cases of a table; with --small true for all but one in n. Take a prime that no inner loop has as its
- * length: then the sample meets all values of each loop. */
+/* Counts the cases of a table; with --small true for all but one in n, and of those for all but one in `parts`. Take a
+ * prime that no inner loop has as its length: then the sample meets all values of each loop. 1: all are in the sample.
+ */
 static inline bool gpu_leaves_out(int n)
 {
-    static int count;
-    return *gpu_small() && count++ % n != 0;
+    static int count, taken;
+    const struct gpu_sample *sample = gpu_sample();
+    return sample->small && (count++ % n != 0 || taken++ % sample->parts != sample->part);
 }
 
 static inline struct cuda *gpu_open(void)

@@ -1,19 +1,33 @@
 #!/bin/sh
-# Runs GPU test programs under compute-sanitizer, memcheck and racecheck, as many at a time as there are cores; a line for
-# each, exit status 1 if there was any report, any failed test or any run that did not end. docs/testing.md says what is
-# left out and why.
-#     tools/sanitize_gpu.sh LIMIT_S PROGRAM...
-# LIMIT_S ends a single run; 0: none. BUILD_DIR as for run_tests.sh.
+# Runs GPU test programs under compute-sanitizer, their small cases in parts, as many at a time as there are cores; a line
+# for each program and tool, and the kernels that no run launched. Exit status 1 if there was any report, any failed test,
+# any run that did not end, or such a kernel. docs/testing.md says what is left out and why.
+#     tools/sanitize_gpu.sh SECONDS PROGRAM...
+# SECONDS ends a single run, 0: none. TOOLS="memcheck racecheck" as compute-sanitizer calls them, the default; TOTAL=200
+# ends all after so many seconds, what has not begun by then is named; BUILD_DIR as for run_tests.sh.
 
 # Racecheck gives up after this many hazards, which would hide those that come later.
 export NV_COMPUTE_SANITIZER_MAX_RACECHECK_HAZARDS=10000000
+# Every process is one of as many as there are cores.
+export OMP_NUM_THREADS=1
 
 # Whether a program runs under a tool.
 takes_part()
 {
-    case $1:$2 in
-    *:*/gpu_train | *:*/gpu_faults | *:*/gpu_nccl | *:*/gpu_ranks) return 1 ;;
-    racecheck:*/gpu_gemm | racecheck:*/gpu_model | racecheck:*/gpu_model_bits | racecheck:*/gpu_bits) return 1 ;;
+    case $1:${2##*/} in
+    *:gpu_train | *:gpu_faults | *:gpu_nccl | *:gpu_ranks) return 1 ;;
+    racecheck:gpu_gemm | racecheck:gpu_model | racecheck:gpu_model_bits | racecheck:gpu_bits) return 1 ;;
+    esac
+}
+
+# Into how many parts a program's small cases go.
+parts_of()
+{
+    case $1:${2##*/} in
+    racecheck:gpu_fwd | racecheck:gpu_bwd) echo 8 ;;
+    racecheck:gpu_sm90_*) echo 6 ;;
+    racecheck:gpu_publish_sm90 | racecheck:gpu_cross_entropy | *:gpu_fwd | *:gpu_bwd | *:gpu_sm90_*) echo 2 ;;
+    *) echo 1 ;;
     esac
 }
 
@@ -22,7 +36,7 @@ small_tests()
 {
     case $1 in
     */gpu_bits) echo '*not_finite*' ;;
-    *) echo --small ;;
+    *) echo "--small=$2" ;;
     esac
 }
 
@@ -37,47 +51,109 @@ reports()
         END { print n + 0 }' "$1".*
 }
 
+# One part of a program under a tool: a line in results, and what a failure printed.
 run_one()
 {
-    limit=$1 tool=$2 program=$3
-    folder=$(mktemp -d)
+    all=$1 tool=$2 part=$3 program=$4
+    folder=$all/$tool.${program##*/}.${part%/*}
     start=$(date +%s)
+    left=$(($(cat "$all/end") - start))
+    [ "$left" -gt 0 ] || { echo "$tool $program 0 0 0 0 not begun" >>"$all/results"; return; }
+    limit=$(cat "$all/limit")
+    if [ "$limit" -eq 0 ] || [ "$limit" -gt "$left" ]; then
+        limit=$left
+    fi
+    mkdir "$folder"
     CMOCKA_MESSAGE_OUTPUT=STDOUT timeout -s INT -k 10 "$limit" compute-sanitizer --tool "$tool" --print-limit 0 \
-        --log-file "$folder/log.%p" "$program" "$(small_tests "$program")" >"$folder/tests" 2>&1
+        --racecheck-num-workers 1 --show-backtrace device --log-file "$folder/log.%p" \
+        "$program" "$(small_tests "$program" "$part")" >"$folder/tests" 2>&1
     status=$?
     ok=$(grep -c '^\[       OK \]' "$folder/tests")
     bad=$(sed -n 's/^\[  FAILED  \] \([0-9]*\) test(s).*/\1/p' "$folder/tests")
     found=$(reports "$folder/log")
+    sed -n "s/^kernel launched /$tool /p" "$folder/tests" >>"$all/launched"
+    sed -n 's/^kernel [a-z]* //p' "$folder/tests" >>"$all/kernels"
     ended=
     if [ "$status" -ne 0 ] && [ "${bad:-0}" -eq 0 ]; then
-        ended=", ended with status $status"
+        ended="part $part ended with status $status"
     fi
     if [ "$ok" -eq 0 ] || ! grep -q 'SUMMARY' "$folder"/log.*; then
-        ended="${ended:-, nothing was checked}"
+        ended="${ended:-part $part: nothing was checked}"
     fi
-    printf '%-9s %-44s %3d ok %3d failed %4d reports %4ds%s\n' "$tool" "${program#"$BUILD_DIR"/}" "$ok" "${bad:-0}" \
-        "$found" "$(($(date +%s) - start))" "$ended"
+    echo "$tool $program $ok ${bad:-0} $found $(($(date +%s) - start)) $ended" >>"$all/results"
     if [ "${bad:-0}" -ne 0 ] || [ "$found" -ne 0 ] || [ -n "$ended" ]; then
-        tail -n 20 "$folder/tests"
-        cat "$folder"/log.* | grep -v '^========= *Host Frame\|^=========  *Saved host' | head -n 60
-        rm -rf "$folder"
-        exit 1
+        echo "---- $tool $program, part $part"
+        grep -v '^kernel ' "$folder/tests" | tail -n 20
+        cat "$folder"/log.* | head -n 60
     fi
-    rm -rf "$folder"
+}
+
+# A line for each program and tool: tests in all parts, reports, the seconds of the longest part and of all.
+print_results()
+{
+    sort "$1/results" | awk '
+        function flush() {
+            if (key != "") {
+                printf "%-9s %-28s %2d parts %3d ok %3d failed %4d reports %4d s (%d s in all)%s\n", tool, name, parts,
+                       ok, bad, found, longest, total, ended
+                wrong += bad + found + (ended != "")
+            }
+        }
+        {
+            if ($1 " " $2 != key) {
+                flush()
+                key = $1 " " $2; tool = $1; name = $2; sub(".*/", "", name)
+                parts = ok = bad = found = longest = total = 0; ended = ""
+            }
+            parts++; ok += $3; bad += $4; found += $5; total += $6
+            longest = $6 > longest ? $6 : longest
+            text = ""
+            for (i = 7; i <= NF; i++) text = text " " $i
+            if (text != "") ended = ended "," text
+        }
+        END { flush(); exit wrong > 0 }'
+}
+
+# Kernels of the programs that no run of a tool launched; the programs say so themselves (tests/launches_cuda.c).
+print_kernels()
+{
+    missed=0
+    for tool in $2; do
+        sort -u "$1/kernels" >"$1/a"
+        sed -n "s/^$tool //p" "$1/launched" | sort -u >"$1/b"
+        echo "$tool: $(wc -l <"$1/b") of $(wc -l <"$1/a") kernels, instances of templates counted one by one, were launched"
+        comm -23 "$1/a" "$1/b" | { c++filt 2>/dev/null || cat; } | sed 's/^/    never: /' | tee "$1/c"
+        [ ! -s "$1/c" ] || missed=1
+    done
+    return $missed
 }
 
 if [ "$1" = --one ]; then
-    run_one "$2" "$3" "$4"
+    run_one "$2" "$3" "$4" "$5"
     exit
 fi
-[ $# -gt 1 ] || { echo "sanitize_gpu: expected LIMIT_S PROGRAM..."; exit 1; }
-limit=$1
-shift
+[ $# -gt 1 ] || { echo "sanitize_gpu: expected SECONDS PROGRAM..."; exit 1; }
 command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is not there: it comes with CUDA"; exit 1; }
-for tool in memcheck racecheck; do
+all=$(mktemp -d)
+echo "$1" >"$all/limit"
+echo "$(($(date +%s) + ${TOTAL:-1000000}))" >"$all/end"
+touch "$all/launched" "$all/kernels"
+tools=${TOOLS:-memcheck racecheck}
+shift
+for tool in $tools; do
     for program in "$@"; do
         if takes_part "$tool" "$program"; then
-            printf '%s\n%s\n' "$tool" "$program"
+            parts=$(parts_of "$tool" "$program")
+            i=0
+            while [ "$i" -lt "$parts" ]; do
+                echo "$parts $tool $i/$parts $program"
+                i=$((i + 1))
+            done
         fi
     done
-done | xargs -P "$(nproc)" -n 2 "$0" --one "$limit" || exit 1
+done | sort -rn -k1,1 -s | cut -d ' ' -f 2- | xargs -P "$(nproc)" -n 3 "$0" --one "$all"
+print_results "$all"
+status=$?
+print_kernels "$all" "$tools" || status=1
+rm -rf "$all"
+exit $status

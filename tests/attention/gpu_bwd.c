@@ -496,6 +496,9 @@ static void test_equal_bits(void **state)
             struct attention_recipe recipe = recipe_of(pv, preset);
             struct attention_case c;
             struct result r[3];
+            if (gpu_leaves_out(5)) {
+                continue;
+            }
             case_open(&c, &longer, &recipe, INPUT_GAUSS, 3);
             case_forward(&c);
             for (int i = 0; i < 3; i++) {
@@ -521,6 +524,9 @@ static void test_zero_dout_gives_exact_zeros(void **state)
         struct attention_recipe recipe = recipe_of(PV_MXFP4, preset);
         struct attention_case c;
         struct result r;
+        if (gpu_leaves_out(3)) {
+            continue;
+        }
         case_open(&c, &gqa, &recipe, INPUT_GAUSS, 5);
         memset(c.dout, 0, sizeof(bf16) * (size_t)case_queries(&c));
         case_forward(&c);
@@ -556,6 +562,9 @@ static void test_a_nan_is_seen(void **state)
         struct attention_recipe recipe = recipe_of(PV_MXFP4, preset);
         struct attention_case c;
         struct result r;
+        if (gpu_leaves_out(3)) {
+            continue;
+        }
         int64_t D = gqa.head_dim, token = 70;
         case_open(&c, &gqa, &recipe, INPUT_GAUSS, 5);
         case_forward(&c);
