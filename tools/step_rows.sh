@@ -4,11 +4,14 @@
 #     tools/step_rows.sh PROGRAM --list              the rows, as commands
 # A line for each row; the whole report of a row is left in $OUT (a folder; default: one in /tmp), beside the algorithms
 # that its products were given, which all rows share: rows differ in what their names say only.
+# Backward recentred and the anchors zero and sampled run on variant cuda (the last column says so): what they cost is the
+# difference to b1_fp8_cuda and b1_mxfp4_cuda, their arms on that variant.
 # A key must not be given twice on a command line: run.steps and device.gemm_choices stand here.
 
 fp8='--linear.attn=fp8 --linear.mlp=fp8'
 any='--run.deterministic=off'
 b4='--data.batch=4'
+plain='--attention.variant=cuda'
 arms=configs/arms
 switches=configs/switches
 
@@ -38,8 +41,10 @@ b1_fp8_saved        9 $any $arms/nvfp4_fp8_saved.toml $fp8
 b1_mxfp4_saved      9 $any $arms/nvfp4_mxfp4_saved.toml $fp8
 b1_mxfp4_threshold  9 $any $switches/nvfp4_mxfp4_threshold.toml $fp8
 b1_mxfp4_ocp        9 $any $switches/nvfp4_mxfp4_ocp.toml $fp8
-b1_mxfp4_affine     6 $any $switches/nvfp4_mxfp4_affine.toml $fp8
-b1_mxfp4_code_space 6 $any $switches/nvfp4_mxfp4_code_space.toml $fp8
+b1_mxfp4_affine     9 $any $switches/nvfp4_mxfp4_affine.toml $fp8
+b1_mxfp4_code_space 9 $any $switches/nvfp4_mxfp4_code_space.toml $fp8
+b1_fp8_cuda         6 $any $arms/nvfp4_fp8.toml $fp8 $plain
+b1_mxfp4_cuda       6 $any $arms/nvfp4_mxfp4.toml $fp8 $plain
 b1_fp8_recentred    6 $any $switches/nvfp4_fp8_recentred.toml $fp8
 b1_mxfp4_recentred  6 $any $switches/nvfp4_mxfp4_recentred.toml $fp8
 b1_mxfp4_zero       6 $any $switches/nvfp4_mxfp4_zero.toml $fp8
