@@ -251,9 +251,9 @@ static __global__ void __launch_bounds__(THREADS, 1)
         }
         const running all = parts_join<SLICES>(parts[turn]);
         const float lse = all.max + logf(all.sum);
-        if (CLUSTER) {
+        if (CLUSTER) { /* a share of -Inf only has no part: 0, where exp(0 - lse) could be Inf */
             dlogits_store(a.dlogits + row * a.vocab, x, slice_at<SLICES>(a.vocab, w.rank),
-                          step->loss_scale * exponential_fast(base_of(mine.max) - lse), target >= 0);
+                          step->loss_scale * exponential_fast(mine.max - lse), target >= 0);
         }
         if (holds) {
             a.losses[row] = lse - logit;

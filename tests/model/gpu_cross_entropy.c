@@ -197,9 +197,90 @@ static void test_head_agrees_with_the_cpu(void **state)
     compare_end();
 }
 
+/* ---- logits of -Inf ---- */
+
+/* Rows of which threads, warps or whole slices see nothing but -Inf, while the others' logits lie at `level`: kind 0,
+ * each third four; 1, the first half; 2, all but the target; 3, all but the last four. */
+static float masked_logit(int64_t i, int64_t vocab, int64_t target, int kind, float level)
+{
+    bool masked = kind == 0 ? i / 4 % 3 == 1 : kind == 1 ? i < vocab / 2 : kind == 2 ? i != target : i < vocab - 4;
+    return masked && i != target ? -INFINITY : level + (float)(i * 7919 % 101) / 50.0f;
+}
+
+static void check_masked(int64_t vocab)
+{
+    static const float levels[] = {0, -200, -1e4f, 300};
+    enum { KINDS = 4, ROWS = 4 * KINDS };
+    const float scale = 1.0f / 37.0f;
+    const size_t n = (size_t)(ROWS * vocab);
+    float *logits = malloc(n * 4), *want = malloc(n * 4), losses[ROWS], got_losses[ROWS];
+    bf16 *got = malloc(n * 2);
+    int32_t targets[ROWS];
+    char what[64];
+    for (int64_t r = 0; r < ROWS; r++) {
+        double sum = 0;
+        float *x = logits + r * vocab;
+        targets[r] = (int32_t)(vocab - 2);
+        for (int64_t i = 0; i < vocab; i++) {
+            x[i] = masked_logit(i, vocab, targets[r], (int)(r % KINDS), levels[r / KINDS]);
+            sum += exp((double)x[i] - (double)levels[r / KINDS]);
+        }
+        losses[r] = (float)(log(sum) + (double)levels[r / KINDS] - (double)x[targets[r]]);
+        for (int64_t i = 0; i < vocab; i++) {
+            double p = exp((double)x[i] - (double)levels[r / KINDS]) / sum;
+            want[r * vocab + i] = (float)((double)scale * (p - (i == targets[r] ? 1 : 0)));
+        }
+    }
+    void *d_logits = gpu_array(cuda, logits, n * 4), *d_targets = gpu_array(cuda, targets, sizeof targets);
+    void *d_losses = gpu_array(cuda, NULL, sizeof losses), *d_lse = gpu_array(cuda, NULL, sizeof losses);
+    void *d_dlogits = gpu_array(cuda, NULL, n * 2);
+    cuda_set_step(cuda, &(struct cuda_step){.loss_scale = scale});
+    cross_entropy_rows_cuda(&(struct cross_entropy_rows){.rows = ROWS,
+                                                         .vocab = vocab,
+                                                         .logits = d_logits,
+                                                         .targets = d_targets,
+                                                         .losses = d_losses,
+                                                         .lse = d_lse,
+                                                         .dlogits = d_dlogits},
+                            cuda);
+    gpu_fetch(cuda, got_losses, d_losses, sizeof losses);
+    gpu_fetch(cuda, got, d_dlogits, n * 2);
+    /* FP32 of an lse of 1e4 has steps of 2^-10, which come back as that much of each gradient. */
+    for (int64_t r = 0; r < ROWS; r++) {
+        const double step = ldexp(fabs((double)levels[r / KINDS]), -23);
+        snprintf(what, sizeof what, "-Inf, vocabulary %lld, kind %d at %g", (long long)vocab, (int)(r % KINDS),
+                 (double)levels[r / KINDS]);
+        compare_values(what, got_losses + r, losses + r, 1, DTYPE_F32, 1e-5, 2 * step + 1e-6);
+        widen(logits, got + r * vocab, vocab, DTYPE_BF16);
+        compare_values(what, logits, want + r * vocab, vocab, DTYPE_F32, 0x1p-8 + 2 * step,
+                       (double)scale * (2 * step + 1e-6));
+    }
+    void *host[] = {logits, want, got};
+    void *device[] = {d_logits, d_targets, d_losses, d_lse, d_dlogits};
+    for (size_t i = 0; i < sizeof host / sizeof *host; i++) {
+        free(host[i]);
+    }
+    for (size_t i = 0; i < sizeof device / sizeof *device; i++) {
+        cuda_free(device[i]);
+    }
+}
+
+static void test_minus_infinity_has_no_part(void **state)
+{
+    static const int64_t vocabularies[] = {8, 320, 16392, 131080};
+    (void)state;
+    for (size_t i = 0; i < sizeof vocabularies / sizeof *vocabularies; i++) {
+        if (!gpu_leaves_out(2)) {
+            check_masked(vocabularies[i]);
+        }
+    }
+    compare_end();
+}
+
 int main(int argc, char **argv)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_head_agrees_with_the_cpu)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_head_agrees_with_the_cpu),
+                                       cmocka_unit_test(test_minus_infinity_has_no_part)};
     gpu_arguments(argc, argv);
     cuda = gpu_open();
     int failed = cmocka_run_group_tests(tests, NULL, NULL);
