@@ -240,16 +240,21 @@ static bool is_proposed(const struct gemm_cuda_state *state, const struct gemm_c
     return false;
 }
 
-static enum status take_choice(struct gemm_cuda_state *state, const char *path, const json_t *entry)
+/* Who gives choices, and what to do about bad ones. */
+struct origin {
+    const char *name, *remedy;
+};
+
+static enum status take_choice(struct gemm_cuda_state *state, const struct origin *from, const json_t *entry)
 {
     struct gemm_shape shape;
     int64_t numbers[NUMBERS];
     const char *text = NULL;
     cublasLtMatmulAlgo_t algorithm;
     for (int i = 0; i < NUMBERS; i++) {
-        TRY(json_get_int(entry, path, number_names[i], &numbers[i]));
+        TRY(json_get_int(entry, from->name, number_names[i], &numbers[i]));
     }
-    TRY(json_get_string(entry, path, "algorithm", &text));
+    TRY(json_get_string(entry, from->name, "algorithm", &text));
     memcpy(&shape, numbers, sizeof shape);
     struct gemm_choice *c = gemm_choice_find(state, &shape);
     bool added = c == NULL && gemm_choice_add(state, &shape, &c) == CUBLAS_STATUS_SUCCESS;
@@ -257,53 +262,51 @@ static enum status take_choice(struct gemm_cuda_state *state, const char *path, 
         if (added) {
             gemm_choice_drop(state);
         }
-        return status_fail(
-            ERR_DATA,
-            "%s: the algorithm of the product %ld x %ld x %ld is not one of cuBLASLt's: remove the file, "
-            "and products are chosen again",
-            path, (long)shape.m, (long)shape.n, (long)shape.k);
+        return status_fail(ERR_DATA, "%s: the algorithm of the product %ld x %ld x %ld is not one of cuBLASLt's: %s",
+                           from->name, (long)shape.m, (long)shape.n, (long)shape.k, from->remedy);
     }
     c->algorithm = algorithm;
     c->timed = true;
     return OK;
 }
 
-static enum status take_choices(struct gemm_cuda_state *state, const char *path, const json_t *root)
+static enum status take_choices(struct gemm_cuda_state *state, const struct origin *from, const json_t *root)
 {
     const char *device = NULL;
     int64_t version = 0;
-    TRY(json_get_string(root, path, "device", &device));
-    TRY(json_get_int(root, path, "cublaslt", &version));
+    TRY(json_get_string(root, from->name, "device", &device));
+    TRY(json_get_int(root, from->name, "cublaslt", &version));
     if (strcmp(device, state->device) != 0 || version != (int64_t)state->lt.GetVersion()) {
-        log_info("%s: matrix products were chosen for %s with cuBLASLt %ld, here is %s with %ld: not used", path,
+        log_info("%s: matrix products were chosen for %s with cuBLASLt %ld, here is %s with %ld: not used", from->name,
                  device, (long)version, state->device, (long)state->lt.GetVersion());
         return OK;
     }
     const json_t *list = json_object_get(root, "choices");
     if (!json_is_array(list)) {
-        return status_fail(ERR_DATA, "%s: \"choices\" is not a list; remove the file, and products are chosen again",
-                           path);
+        return status_fail(ERR_DATA, "%s: \"choices\" is not a list: %s", from->name, from->remedy);
     }
     for (size_t i = 0; i < json_array_size(list); i++) {
-        TRY(take_choice(state, path, json_array_get(list, i)));
+        TRY(take_choice(state, from, json_array_get(list, i)));
     }
     return OK;
 }
 
 enum status gemm_cuda_load(const struct cuda *cuda, const char *path)
 {
+    const struct origin file = {path, "remove the file, and products are chosen again"};
     json_t *root = NULL;
     TRY(json_read_file(path, &root));
-    enum status status = take_choices(cuda->gemm, path, root);
+    enum status status = take_choices(cuda->gemm, &file, root);
     json_decref(root);
     return status;
 }
 
 enum status gemm_cuda_import(const struct cuda *cuda, const char *from, const char *text)
 {
+    const struct origin rank = {from, "all ranks must have the same GPU, driver, libraries and build of this program"};
     json_t *root = NULL;
     TRY(json_read_text(from, text, strlen(text), &root));
-    enum status status = take_choices(cuda->gemm, from, root);
+    enum status status = take_choices(cuda->gemm, &rank, root);
     json_decref(root);
     return status;
 }

@@ -418,6 +418,12 @@ static void test_choices_survive_a_run(void **state)
     memset(algorithm + strlen("\"algorithm\": \""), 'f', 16);
     assert_int_equal(file_write_atomic(copy, again, bytes), OK);
     assert_int_equal(gemm_cuda_load(cuda, copy), ERR_DATA);
+    assert_non_null(strstr(status_last_message(), "remove the file"));
+    /* The same words from a rank: there is no file to remove. */
+    assert_int_equal(gemm_cuda_import(cuda, "rank 0", again), ERR_DATA);
+    assert_non_null(strstr(status_last_message(), "rank 0: the algorithm of the product"));
+    assert_non_null(strstr(status_last_message(), "all ranks must have the same GPU"));
+    assert_null(strstr(status_last_message(), "remove the file"));
 
     char *told;
     reopen();
