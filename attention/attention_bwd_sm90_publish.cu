@@ -1,7 +1,6 @@
 /* attention: operands and statistics of the FP8 backward on Hopper and, for sums in any order, a zero dQ. */
 #include "attention/attention_bwd_sm90_facts.cuh"
-
-enum { AHEAD = 200 }; /* blocks by which measuring is ahead: fewer, and publishers wait; more, and the L2 cache loses */
+#include "attention/attention_bwd_sm90_order.h"
 
 /* ---- operands ---------------------------------------------------------------------------------------------- */
 
@@ -219,40 +218,31 @@ static __device__ __forceinline__ void publish_keys(const struct bwd8_plan &p, c
     }
 }
 
-/* ---- the order of blocks ----------------------------------------------------------------------------------- */
+/* ---- kernel ------------------------------------------------------------------------------------------------ */
 
-/* Each kv head is `each` blocks that measure, and `others` that publish, from its end on: the L2 cache has the last
- * tokens still. Measuring runs a head and AHEAD blocks ahead, so that few blocks find facts missing. Blocks start in
- * order, so that those one waits for are running. */
+/* Publishing runs from a head's end on: the L2 cache has the last tokens still. */
 static __global__ void __launch_bounds__(PUBLISH_THREADS, 3)
-    publish_kernel(const struct bwd8_plan p, const struct bwd8_inputs in, int ahead)
+    publish_kernel(const struct bwd8_plan p, const struct bwd8_inputs in, const struct publish_order o)
 {
     __shared__ __align__(16) uint8_t codes[CODE_BYTES];
-    const int group = p.b.heads / p.b.kv_heads, each = fact_blocks(p.b.tokens);
-    const int others = group * p.b.tiles + p.b.blocks, all = each + others;
-    const int index = blockIdx.x - ahead, unit = index / all, rest = index - unit * all;
-    const int measured = rest * each / all;
-    if (index < 0 || (rest + 1) * each / all > measured) {
-        const int n = index < 0 ? (int)blockIdx.x : ahead + unit * each + measured;
-        if (n < p.b.units * each) {
-            measure(p, in, n / each, n % each);
-        }
+    const struct publish_place place = publish_place_of(&o, (int)blockIdx.x);
+    const int group = p.b.heads / p.b.kv_heads, n = o.others - 1 - place.publishes;
+    if (place.measures >= 0) {
+        measure(p, in, place.measures / o.each, place.measures % o.each);
+    } else if (place.publishes < 0) {
         return;
-    }
-    const int n = others - 1 - (rest - measured);
-    if (n < group * p.b.tiles) {
-        publish_queries(p, in, unit, unit % p.b.kv_heads * group + n % group, n / group, codes);
+    } else if (n < group * p.b.tiles) {
+        publish_queries(p, in, place.unit, place.unit % p.b.kv_heads * group + n % group, n / group, codes);
     } else {
-        publish_keys(p, in, unit, n - group * p.b.tiles, codes);
+        publish_keys(p, in, place.unit, n - group * p.b.tiles, codes);
     }
 }
 
 void bwd8_publish(const struct cuda *on, const struct bwd8_plan &p, const struct bwd8_inputs &in)
 {
-    const int each = fact_blocks(p.b.tokens);
-    const int all = each + p.b.heads / p.b.kv_heads * p.b.tiles + p.b.blocks;
-    const int ahead = min(each + AHEAD, p.b.units * each);
+    const struct publish_order o =
+        publish_order_of(p.b.units, fact_blocks(p.b.tokens), p.b.heads / p.b.kv_heads * p.b.tiles + p.b.blocks);
     cudaMemsetAsync(p.facts, 0, (size_t)p.b.units * sizeof *p.facts, on->stream);
-    publish_kernel<<<ahead + p.b.units * all, PUBLISH_THREADS, 0, on->stream>>>(p, in, ahead);
+    publish_kernel<<<publish_blocks(&o), PUBLISH_THREADS, 0, on->stream>>>(p, in, o);
     cuda_launched(on, "attention backward, operands");
 }
