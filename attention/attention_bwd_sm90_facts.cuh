@@ -7,6 +7,7 @@
 #pragma once
 
 #include "attention/attention_bwd_sm90_fp8.cuh"
+#include "attention/attention_cuda_operands.cuh"
 
 #include <cuda_fp8.h>
 
@@ -78,44 +79,31 @@ static __device__ __forceinline__ int row_of_sum()
 
 /* ---- powers of two ----------------------------------------------------------------------------------------- */
 
-#define VALUE_LIFT 4.0f /* value_e4m3: of V, unless 4 |v| would leave E4M3 */
-
-/* Largest 2^k with 2^k amax <= limit; 1 for zero, Inf and NaN (numerics/blocks.h). */
-static __device__ __forceinline__ float lift_for(float amax, float limit)
+/* The multiplier of V as dP takes it. */
+static __device__ __forceinline__ float lift_of_values(const struct bwd8_plan &p, float amax)
 {
-    if (!(amax > 0) || amax > 3.4028235e38f) {
-        return 1.0f;
-    }
-    int k = ilogbf(limit) - ilogbf(amax);
-    k -= ldexpf(amax, -ilogbf(amax)) > ldexpf(limit, -ilogbf(limit)) ? 1 : 0;
-    return ldexpf(1.0f, min(k, 126));
-}
-
-static __device__ __forceinline__ float value_lift(const struct bwd8_plan &p, float v)
-{
-    return p.rules.value_e4m3 && !(v > 448.0f / VALUE_LIFT && v < INFINITY) ? VALUE_LIFT : lift_for(v, 448.0f);
+    return p.rules.value_e4m3 ? value_lift(amax) : pow2_scale_of(amax, E4M3_MAX);
 }
 
 static __device__ __noinline__ struct bwd_lifts lifts_from(const struct bwd_rules r, const struct bwd_facts f, float v,
                                                            float scale)
 {
     struct bwd_lifts l;
-    l.dout = r.dout_fixed ? 4.0f : lift_for(__uint_as_float(f.dout), r.dout_e5m2 ? 57344.0f : 448.0f);
-    l.q = r.view_fixed ? 4.0f : lift_for(__uint_as_float(f.q), 448.0f);
-    l.k = r.view_fixed ? 4.0f : lift_for(__uint_as_float(f.k), 448.0f);
+    l.dout = r.dout_fixed ? 4.0f : pow2_scale_of(__uint_as_float(f.dout), r.dout_e5m2 ? E5M2_MAX : E4M3_MAX);
+    l.q = r.view_fixed ? 4.0f : pow2_scale_of(__uint_as_float(f.q), E4M3_MAX);
+    l.k = r.view_fixed ? 4.0f : pow2_scale_of(__uint_as_float(f.k), E4M3_MAX);
     l.v = v;
-    l.score_q = lift_for(__uint_as_float(f.score_q), 448.0f);
-    l.score_k = lift_for(__uint_as_float(f.score_k), 448.0f);
-    const float bound =
-        2.0f * sqrtf(__uint_as_float(f.dout_square)) * (sqrtf(__uint_as_float(f.v_square)) / r.value_unit);
-    l.ds = r.ds_fixed ? 256.0f * scale : !(bound > 0) ? 1.0f : 16.0f * fminf(lift_for(bound, 448.0f), 0x1p100f);
+    l.score_q = pow2_scale_of(__uint_as_float(f.score_q), E4M3_MAX);
+    l.score_k = pow2_scale_of(__uint_as_float(f.score_k), E4M3_MAX);
+    const float bound = 2.0f * __uint_as_float(f.dout_norm) * (__uint_as_float(f.v_norm) / r.value_unit);
+    l.ds = r.ds_fixed ? 256.0f * scale : !(bound > 0) ? 1.0f : 16.0f * fminf(pow2_scale_of(bound, E4M3_MAX), 0x1p100f);
     return l;
 }
 
 /* ---- maxima ------------------------------------------------------------------------------------------------ */
 
 /* The facts of the rows that one thread has seen, numbered as struct bwd_facts. */
-enum { FACT_DOUT, FACT_DOUT_SQUARE, FACT_Q, FACT_K, FACT_V, FACT_V_SQUARE, FACT_SCORE_Q, FACT_SCORE_K, FACTS };
+enum { FACT_DOUT, FACT_DOUT_NORM, FACT_Q, FACT_K, FACT_V, FACT_V_NORM, FACT_SCORE_Q, FACT_SCORE_K, FACTS };
 
 /* `most`, and the magnitudes of N x 8 BF16 values: two maxima side by side; bits of |x| grow with |x|, NaN above all.
  */
@@ -135,24 +123,48 @@ static __device__ __forceinline__ uint32_t amax1(uint32_t two)
     return max(two << 16, two & 0xffff0000u);
 }
 
-/* The largest squared norm, as bits, of 4 rows of x times lift rounded to E4M3, over lift; 0: of x. */
-static __device__ __forceinline__ uint32_t square_most(const uint4 *x, float lift)
+/* The largest of four rows' norms, as bits: of sums of squares, each over the 16 lanes that hold a row, times `factor`.
+ */
+static __device__ __forceinline__ uint32_t norm_of(const float (&squares)[4], float factor)
 {
-    float square[4];
+    return __float_as_uint(sqrtf(sum16(squares)) * factor) & 0x7fffffffu;
+}
+
+/* Of 4 rows of x, in which no magnitude of the warp is above `most` (bits of a float): by a power of two they come to
+ * about 1, whose square is far from both ends of FP32. */
+static __device__ __forceinline__ uint32_t norm_most(const uint4 *x, uint32_t most)
+{
+    const uint32_t binade = min(max(most >> 23, 1u), 253u);
+    const float down = __uint_as_float((254 - binade) << 23), up = __uint_as_float(binade << 23);
+    float squares[4] = {};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         float y[8];
-        square[i] = 0;
         bf16x8_unpack({x[i]}, y);
 #pragma unroll
         for (int d = 0; d < 8; d++) {
-            if (lift != 0) {
-                y[d] = float(__nv_fp8_e4m3(y[d] * lift)) / lift;
-            }
-            square[i] = fmaf(y[d], y[d], square[i]);
+            y[d] *= down;
+            squares[i] = fmaf(y[d], y[d], squares[i]);
         }
     }
-    return __float_as_uint(sum16(square)) & 0x7fffffffu;
+    return norm_of(squares, up);
+}
+
+/* Of 4 rows as E4M3 holds them, multiplied by lift. */
+static __device__ __forceinline__ uint32_t coded_norm_most(const uint4 *x, float lift)
+{
+    float squares[4] = {};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float y[8];
+        bf16x8_unpack({x[i]}, y);
+#pragma unroll
+        for (int d = 0; d < 8; d++) {
+            y[d] = float(__nv_fp8_e4m3(y[d] * lift));
+            squares[i] = fmaf(y[d], y[d], squares[i]);
+        }
+    }
+    return norm_of(squares, 1.0f / lift);
 }
 
 /* [atom.add, acq_rel] What this thread, and those it met at barriers, wrote before is seen by whoever finds the sum. */
@@ -198,8 +210,8 @@ static __device__ __forceinline__ uint32_t raise(struct bwd_facts *f, const uint
 }
 
 /* A V whose multiplier is not the one that measure() took for granted: its norm again. */
-static __device__ __forceinline__ uint32_t square_again(const struct head_view &v, int batch, int head, int tokens,
-                                                        float lift)
+static __device__ __forceinline__ uint32_t norm_again(const struct head_view &v, int batch, int head, int tokens,
+                                                      float lift)
 {
     __shared__ uint32_t most;
     if (threadIdx.x == 0) {
@@ -210,7 +222,7 @@ static __device__ __forceinline__ uint32_t square_again(const struct head_view &
     for (int first = 0; first < tokens; first += 4 * PUBLISH_ROWS) {
         uint4 x[4];
         load_rows<4>(x, v, batch, head, first, tokens, false);
-        atomicMax(&most, square_most(x, lift));
+        atomicMax(&most, coded_norm_most(x, lift));
     }
     __syncthreads();
     return most;
@@ -232,15 +244,15 @@ static __device__ __forceinline__ void take_amax(const struct bwd8_plan &p, cons
 static __device__ __forceinline__ void conclude(const struct bwd8_plan &p, const struct bwd8_inputs &in, int unit)
 {
     struct bwd_facts *f = p.facts + unit;
-    const float lift = value_lift(p, __uint_as_float(__ldcg(&f->v)));
+    const float lift = lift_of_values(p, __uint_as_float(__ldcg(&f->v)));
     const bool again = p.rules.value_e4m3 && lift != VALUE_LIFT;
-    uint32_t square = 0;
+    uint32_t norm = 0;
     if (again) {
-        square = square_again(in.v, unit / p.b.kv_heads, unit % p.b.kv_heads, p.b.tokens, lift);
+        norm = norm_again(in.v, unit / p.b.kv_heads, unit % p.b.kv_heads, p.b.tokens, lift);
     }
     if (threadIdx.x == 0) {
         struct bwd_facts all = *f;
-        all.v_square = again ? square : all.v_square;
+        all.v_norm = again ? norm : all.v_norm;
         if (in.amax != NULL) {
             take_amax(p, in.amax, unit, all);
         }
@@ -276,8 +288,9 @@ static __device__ __forceinline__ void measure(const struct bwd8_plan &p, const 
 #pragma unroll 1
     for (int head = kv * group; head < end; head += FACT_HEADS) {
         load_heads(x, in.dout, batch, head, end, first, T);
-        most[FACT_DOUT] = amax2<8>(most[FACT_DOUT], x);
-        most[FACT_DOUT_SQUARE] = max(most[FACT_DOUT_SQUARE], max(square_most(x, 0), square_most(x + 4, 0)));
+        const uint32_t dout = __reduce_max_sync(0xffffffffu, amax1(amax2<8>(0, x)));
+        most[FACT_DOUT] = max(most[FACT_DOUT], dout);
+        most[FACT_DOUT_NORM] = max(most[FACT_DOUT_NORM], max(norm_most(x, dout), norm_most(x + 4, dout)));
         if (!p.rules.view_fixed && in.amax == NULL) {
             load_heads(x, in.q, batch, head, end, first, T);
             most[FACT_Q] = amax2<8>(most[FACT_Q], x);
@@ -288,10 +301,10 @@ static __device__ __forceinline__ void measure(const struct bwd8_plan &p, const 
         }
     }
     load_rows<2>(y, in.v, batch, kv, first, T, false);
-    y[2] = y[0]; /* square_most takes four */
+    y[2] = y[0]; /* norms are taken of four */
     y[3] = y[1];
-    most[FACT_V] = amax1(amax2<2>(0, y));
-    most[FACT_V_SQUARE] = p.rules.value_e4m3 ? square_most(y, VALUE_LIFT) : square_most(y, 0);
+    most[FACT_V] = __reduce_max_sync(0xffffffffu, amax1(amax2<2>(0, y)));
+    most[FACT_V_NORM] = p.rules.value_e4m3 ? coded_norm_most(y, VALUE_LIFT) : norm_most(y, most[FACT_V]);
     if (!p.rules.view_fixed && in.amax == NULL) {
         load_rows<2>(y, in.k, batch, kv, first, T, false);
         most[FACT_K] = amax1(amax2<2>(0, y));
@@ -300,7 +313,6 @@ static __device__ __forceinline__ void measure(const struct bwd8_plan &p, const 
         load_rows<2>(y, in.score_k, batch, kv, first, T, false);
         most[FACT_SCORE_K] = amax1(amax2<2>(0, y));
     }
-    most[FACT_DOUT] = amax1(most[FACT_DOUT]);
     most[FACT_Q] = amax1(most[FACT_Q]);
     most[FACT_SCORE_Q] = amax1(most[FACT_SCORE_Q]);
     if (raise(p.facts + unit, most) == (uint32_t)fact_blocks(T) - 1) {
