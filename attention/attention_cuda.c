@@ -1,6 +1,10 @@
 /* attention: the variant "cuda": what it runs, and its memory. */
 #include "attention/attention_cuda.h"
 
+/* Blocks in the second and third dimension of a grid; the fewest tokens of a block that are counted there (both
+ * backwards, publishing of the variant "sm90"). */
+enum { GRID_MAX = 65535, GRID_TOKENS = 128 };
+
 struct attention_saved_cuda attention_saved_cuda_carve(const struct attention_shape *shape,
                                                        const struct attention_recipe *recipe, struct carve *carve)
 {
@@ -16,8 +20,11 @@ static const char *refuses_cuda(const struct attention_shape *shape, const struc
     if (shape->head_dim > ATTENTION_CUDA_HEAD_DIM_MAX) {
         return "head_dim must be at most 128 on the GPU";
     }
-    if (shape->batch * shape->heads > 65535 || shape->tokens > INT32_MAX / 2) {
-        return "batch * heads must be at most 65535";
+    if (shape->batch * shape->heads > GRID_MAX) {
+        return "batch * heads must be at most 65535: a dimension of a grid";
+    }
+    if (shape->tokens > GRID_MAX * (int64_t)GRID_TOKENS) {
+        return "tokens must be at most 8388480: a dimension of a grid, in blocks of 128";
     }
     return attention_refuses_cpu(shape, recipe);
 }

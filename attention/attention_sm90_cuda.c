@@ -239,11 +239,29 @@ static bool all_fit(const struct cuda *on, bool fit)
     return fit;
 }
 
-static void fwd_sm90(const struct attention_fwd *a)
+/* A call without an element: nothing to launch, and no view that a tensor map could describe. */
+static bool nothing(const struct attention_shape *s)
 {
+    return s->batch == 0 || s->tokens == 0;
+}
+
+/* The stride of a single token may be anything, 0 too. Kernels count in strides and get a whole one. */
+static void fit_token(const struct attention_shape *s, struct head_view *x)
+{
+    x->token_stride = s->tokens == 1 ? SM90_HEAD_DIM : x->token_stride;
+}
+
+static void fwd_sm90(const struct attention_fwd *call)
+{
+    struct attention_fwd own = *call;
+    const struct attention_fwd *a = &own;
     const struct attention_shape *s = &a->shape;
-    if (!all_fit(a->cuda, fits(s, s->heads, &a->q) && fits(s, s->kv_heads, &a->k) && fits(s, s->kv_heads, &a->v) &&
-                              fits(s, s->heads, &a->out))) {
+    struct head_view *views[] = {&own.q, &own.k, &own.v, &own.out};
+    for (size_t i = 0; i < sizeof views / sizeof *views; i++) {
+        fit_token(s, views[i]);
+    }
+    if (nothing(s) || !all_fit(a->cuda, fits(s, s->heads, &a->q) && fits(s, s->kv_heads, &a->k) &&
+                                            fits(s, s->kv_heads, &a->v) && fits(s, s->heads, &a->out))) {
         return;
     }
     if (a->stats != NULL) {
@@ -253,10 +271,17 @@ static void fwd_sm90(const struct attention_fwd *a)
     }
 }
 
-static void bwd_sm90(const struct attention_bwd *a)
+static void bwd_sm90(const struct attention_bwd *call)
 {
+    struct attention_bwd own = *call;
+    const struct attention_bwd *a = &own;
     const struct attention_shape *s = &a->shape;
-    if (!all_fit(a->cuda, fits(s, s->heads, &a->q) && fits(s, s->kv_heads, &a->k) && fits(s, s->kv_heads, &a->v) &&
+    struct head_view *views[] = {&own.q, &own.k, &own.v, &own.out, &own.dout, &own.dq, &own.dk, &own.dv};
+    for (size_t i = 0; i < sizeof views / sizeof *views; i++) {
+        fit_token(s, views[i]);
+    }
+    if (nothing(s) ||
+        !all_fit(a->cuda, fits(s, s->heads, &a->q) && fits(s, s->kv_heads, &a->k) && fits(s, s->kv_heads, &a->v) &&
                               fits(s, s->heads, &a->out) && fits(s, s->heads, &a->dout) && fits(s, s->heads, &a->dq) &&
                               fits(s, s->kv_heads, &a->dk) && fits(s, s->kv_heads, &a->dv))) {
         return;

@@ -102,6 +102,12 @@ static const struct extreme {
     {"V 1e15, dO 1e10", 1, 1, 1e15f, 1e13f, -1, 0, 0, false},
     {"V 1e-15", 1, 1, 1e-15f, 1, -1, 0, 0, false},
     {"dO 1e-18", 1, 1, 1, 1e-15f, -1, 0, 0, false},
+    /* Squares leave FP32, sums of products do not. */
+    {"V 1e25", 1, 1, 1e25f, 1, -1, 0, 0, false},
+    {"V 1e20, dO 1e12", 1, 1, 1e20f, 1e15f, -1, 0, 0, false},
+    {"dO 1e25", 1, 1, 1, 1e28f, -1, 0, 0, false},
+    {"dO 1e-25", 1, 1, 1, 1e-22f, -1, 0, 0, false},
+    {"V 1e-25", 1, 1, 1e-25f, 1, -1, 0, 0, false},
     {"Q 1e10, K 1e-10", 1e10f, 1e-10f, 1, 1, -1, 0, 0, false},
 };
 
@@ -270,6 +276,9 @@ static const struct refusal {
     {"accurate is not", {1, 256, 4, 2, D, true, 0.1f}, PV_MXFP4, P_ACCURATE, V_DIAG_BLOCKED, 0},
     {"v_diag must", {1, 256, 4, 2, D, true, 0.1f}, PV_MXFP4, P_EXACT, V_DIAG_FP8, 0},
     {"sink_keys_fp8 0", {1, 256, 4, 2, D, true, 0.1f}, PV_MXFP4, P_EXACT, V_DIAG_BLOCKED, 32},
+    {"batch * heads must", {65536, 1, 1, 1, D, true, 0.1f}, PV_BF16, P_EXACT, V_DIAG_BLOCKED, 0},
+    {"tokens must be at most 8388480", {1, 8388481, 1, 1, D, true, 0.1f}, PV_FP8, P_EXACT, V_DIAG_BLOCKED, 0},
+    {"tokens must be at most 8388480", {1, (int64_t)1 << 30, 1, 1, D, true, 0.1f}, PV_BF16, P_EXACT, V_DIAG_BLOCKED, 0},
 };
 
 /* By name: an error that says why. By "auto": the variant that runs it, if there is one. */
@@ -333,6 +342,108 @@ static void views_refused(void **state)
     free(host);
 }
 
+/* ---- shapes of nothing and of one -------------------------------------------------------------------------- */
+
+/* No batch, or no token: nothing runs, and no error is left for the next wait. */
+static void no_elements(void **state)
+{
+    struct gpu *gpu = *state;
+    for (int i = 0; i < 2 * ROUTES; i++) {
+        const struct attention_recipe recipe = route(i / 2);
+        const struct attention_shape s = shape_of(i % 2, i % 2 == 0 ? TOKENS : 0, 4, 2, true);
+        const struct head_view none = {NULL, s.tokens * 4 * D, 4 * D, D};
+        const struct attention_fwd fwd = {gpu->cuda, s, &recipe, none, none, none, none, .scratch = NULL};
+        const struct attention_bwd bwd = {gpu->cuda, s,    &recipe, none, none, none,
+                                          none,      none, none,    none, none, .scratch = NULL};
+        attention_variant_sm90.fwd(&fwd);
+        attention_variant_sm90.bwd(&bwd);
+        if (cuda_sync(gpu->cuda, "attention") != OK) {
+            fail_msg("%s", status_last_message());
+        }
+    }
+}
+
+/* Both passes of a case of one token, whose stride is `stride`; out, dQ, dK, dV one after the other. */
+static void run_one_token(struct cuda *cuda, const struct attention_case *c, int64_t stride, bf16 *results)
+{
+    const struct attention_shape *s = &c->shape;
+    const int64_t queries = case_queries(c), keys = case_keys(c);
+    const bf16 *inputs[8] = {c->q, c->k, c->v, c->dout};
+    const int64_t n[8] = {queries, keys, keys, queries, queries, queries, keys, keys};
+    struct head_view x[8];
+    void *lse = gpu_array(cuda, NULL, (size_t)(s->batch * s->heads) * sizeof(float));
+    void *saved = gpu_array(cuda, NULL, attention_variant_sm90.saved_bytes(s, &c->recipe));
+    void *scratch = gpu_array(cuda, NULL, attention_variant_sm90.scratch_bytes(s, &c->recipe));
+    for (int i = 0; i < 8; i++) {
+        x[i] = (struct head_view){gpu_array(cuda, inputs[i], (size_t)n[i] * sizeof(bf16)), n[i] / s->batch, stride, D};
+    }
+    const struct attention_fwd fwd = {.cuda = cuda,
+                                      .shape = *s,
+                                      .recipe = &c->recipe,
+                                      .q = x[0],
+                                      .k = x[1],
+                                      .v = x[2],
+                                      .out = x[4],
+                                      .lse_log2 = lse,
+                                      .saved = saved,
+                                      .scratch = scratch};
+    const struct attention_bwd bwd = {.cuda = cuda,
+                                      .shape = *s,
+                                      .recipe = &c->recipe,
+                                      .q = x[0],
+                                      .k = x[1],
+                                      .v = x[2],
+                                      .out = x[4],
+                                      .dout = x[3],
+                                      .dq = x[5],
+                                      .dk = x[6],
+                                      .dv = x[7],
+                                      .lse_log2 = lse,
+                                      .saved = saved,
+                                      .scratch = scratch};
+    attention_variant_sm90.fwd(&fwd);
+    attention_variant_sm90.bwd(&bwd);
+    for (int i = 4; i < 8; i++) {
+        gpu_fetch(cuda, results, x[i].data, (size_t)n[i] * sizeof(bf16));
+        results += n[i];
+    }
+    for (int i = 0; i < 8; i++) {
+        cuda_free(x[i].data);
+    }
+    cuda_free(lse);
+    cuda_free(saved);
+    cuda_free(scratch);
+}
+
+/* The stride of one token may be anything (contiguous tensors of some libraries say 0): the same bits come out. */
+static void one_token(void **state)
+{
+    static const int64_t strides[] = {4 * D, 0, 8, 3};
+    struct gpu *gpu = *state;
+    int bad = 0;
+    for (int r = 0; r < ROUTES + 1; r++) {
+        const struct route bf16_scores = {QK_BF16, PV_MXFP4, BWD_REPRESENTED};
+        const struct attention_recipe recipe = r < ROUTES ? route(r) : recipe_of_route(bf16_scores);
+        const struct attention_shape s = shape_of(2, 1, 4, 2, r % 2 == 0);
+        struct attention_case c;
+        case_open(&c, &s, &recipe, INPUT_GAUSS, 43);
+        const size_t n = (size_t)(2 * case_queries(&c) + 2 * case_keys(&c));
+        bf16 *want = malloc(n * sizeof(bf16)), *got = malloc(n * sizeof(bf16));
+        run_one_token(gpu->cuda, &c, strides[0], want);
+        for (int i = 1; i < 4; i++) {
+            run_one_token(gpu->cuda, &c, strides[i], got);
+            if (memcmp(got, want, n * sizeof(bf16)) != 0) {
+                print_message("route %d: one token with stride %d: other bits\n", r, (int)strides[i]);
+                bad++;
+            }
+        }
+        free(want);
+        free(got);
+        case_close(&c);
+    }
+    assert_int_equal(bad, 0);
+}
+
 /* The variant is the first choice for every route that it is made for, backward included. */
 static void chosen(void **state)
 {
@@ -349,10 +460,10 @@ static void chosen(void **state)
 
 int main(int argc, char **argv)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(against_fp64), cmocka_unit_test(extreme_values),
-                                       cmocka_unit_test(lost_rows),    cmocka_unit_test(not_finite),
-                                       cmocka_unit_test(refused),      cmocka_unit_test(views_refused),
-                                       cmocka_unit_test(chosen)};
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(against_fp64), cmocka_unit_test(extreme_values), cmocka_unit_test(lost_rows),
+        cmocka_unit_test(not_finite),   cmocka_unit_test(refused),        cmocka_unit_test(views_refused),
+        cmocka_unit_test(no_elements),  cmocka_unit_test(one_token),      cmocka_unit_test(chosen)};
     gpu_arguments(argc, argv);
     return cmocka_run_group_tests(tests, gpu_open_state, gpu_close_state);
 }
