@@ -27,8 +27,9 @@ struct bwd_lifts {
 /* Maxima over one kv head and its query heads, as bits of non-negative floats; zero to begin with. */
 struct bwd_facts {
     uint32_t dout, dout_norm, q, k, v, v_norm; /* _norm: largest norm of a row */
-    uint32_t score_q, score_k;                     /* operands of the scores, where those are E4M3 */
-    uint32_t measured;                             /* blocks that went into them, plus 1 when lifts are known */
+    uint32_t score_q, score_k;                 /* operands of the scores, where those are E4M3 */
+    uint32_t measured;                         /* blocks that went into them, plus 1 when lifts are known */
+    uint32_t begun;                            /* of the first: blocks of publishing that have begun */
     struct bwd_lifts lifts;
 };
 

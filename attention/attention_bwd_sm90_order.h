@@ -2,8 +2,7 @@
  *
  * Each kv head is `each` blocks that measure and `others` that publish; who publishes waits until its head is measured.
  * Measuring runs a head and some blocks ahead, so that few find facts missing, and then shares a head's blocks evenly:
- * what was measured lies in the L2 cache still when it is published. Blocks start in the order of their number, so that
- * those one waits for, which have lower numbers, are running. */
+ * what was measured lies in the L2 cache still when it is published. Who waits, waits for lower numbers. */
 #pragma once
 
 #include <stdint.h>

@@ -220,12 +220,24 @@ static __device__ __forceinline__ void publish_keys(const struct bwd8_plan &p, c
 
 /* ---- kernel ------------------------------------------------------------------------------------------------ */
 
+/* The number of a block is the order in which it began, for nobody promises that it is blockIdx: those it waits for are
+ * running. */
+static __device__ __forceinline__ int number_of_block(const struct bwd8_plan &p)
+{
+    __shared__ int number;
+    if (threadIdx.x == 0) {
+        number = (int)atomicAdd(&p.facts->begun, 1u);
+    }
+    __syncthreads();
+    return number;
+}
+
 /* Publishing runs from a head's end on: the L2 cache has the last tokens still. */
 static __global__ void __launch_bounds__(PUBLISH_THREADS, 3)
     publish_kernel(const struct bwd8_plan p, const struct bwd8_inputs in, const struct publish_order o)
 {
     __shared__ __align__(16) uint8_t codes[CODE_BYTES];
-    const struct publish_place place = publish_place_of(&o, (int)blockIdx.x);
+    const struct publish_place place = publish_place_of(&o, number_of_block(p));
     const int group = p.b.heads / p.b.kv_heads, n = o.others - 1 - place.publishes;
     if (place.measures >= 0) {
         measure(p, in, place.measures / o.each, place.measures % o.each);
