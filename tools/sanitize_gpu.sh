@@ -24,9 +24,9 @@ takes_part()
 parts_of()
 {
     case $1:${2##*/} in
-    racecheck:gpu_fwd | racecheck:gpu_bwd) echo 8 ;;
-    racecheck:gpu_sm90_*) echo 6 ;;
-    racecheck:gpu_publish_sm90 | racecheck:gpu_cross_entropy | *:gpu_fwd | *:gpu_bwd | *:gpu_sm90_*) echo 2 ;;
+    racecheck:gpu_fwd | racecheck:gpu_bwd | racecheck:gpu_sm90_*) echo 4 ;;
+    racecheck:gpu_publish_sm90 | racecheck:gpu_cross_entropy | racecheck:gpu_rmsnorm | racecheck:gpu_linear | \
+        *:gpu_fwd | *:gpu_bwd | *:gpu_sm90_* | *:gpu_gemm) echo 2 ;;
     *) echo 1 ;;
     esac
 }

@@ -13,6 +13,7 @@
 
 static struct cuda *cuda;
 static int checks, failures;
+static int sample = 13; /* with --small one case in so many */
 
 struct result {
     bf16 *dq, *dk, *dv;
@@ -299,7 +300,7 @@ static void compare(const struct attention_case *c, const struct result *r, doub
 static void check(const struct attention_shape *shape, const struct attention_recipe *recipe, enum input_kind kind,
                   const struct options *o)
 {
-    if (attention_recipe_refusal(recipe, (int)shape->head_dim) != NULL || gpu_leaves_out(29)) {
+    if (attention_recipe_refusal(recipe, (int)shape->head_dim) != NULL || gpu_leaves_out(sample)) {
         return;
     }
     struct attention_case c;
@@ -413,6 +414,7 @@ static void test_with_its_own_forward(void **state)
 {
     (void)state;
     static const struct options own = {.poison = 0xff, .no_stats = true, .forward = true};
+    sample = 5; /* the kernels without statistics */
     for (int pv = PV_BF16; pv <= PV_FP4_UE5M3; pv++) {
         for (int preset = BWD_REPRESENTED; preset <= BWD_BF16; preset++) {
             struct attention_recipe recipe = recipe_of(pv, preset);
@@ -422,17 +424,20 @@ static void test_with_its_own_forward(void **state)
             check(&gqa, &recipe, INPUT_OUTLIER, &own);
         }
     }
+    sample = 13;
     report("own forward");
 }
 
 static void test_a_planted_leak(void **state)
 {
     (void)state;
+    sample = 1; /* kernels of its own */
     for (int preset = BWD_REPRESENTED; preset <= BWD_BF16; preset++) {
         struct attention_recipe recipe = recipe_of(PV_MXFP4, preset);
         recipe.debug_leak = preset % 2 == 0 ? 0.1f : -0.1f;
-        check(&gqa, &recipe, INPUT_GAUSS, &plain);
+        check(preset % 3 == 0 ? &longer : &gqa, &recipe, INPUT_GAUSS, &plain);
     }
+    sample = 13;
     report("planted leak");
 }
 

@@ -11,6 +11,8 @@
 #include <math.h>
 #include <stdio.h>
 
+enum { SAMPLE = 31 }; /* with --small one case in so many */
+
 static struct cuda *gpu;
 static const struct attention_variant *variant;
 
@@ -312,9 +314,6 @@ static bool repeats(const struct device_case *d, const struct attention_recipe *
 static struct difference run_case(struct attention_case *c, const char *what)
 {
     struct device_case d;
-    if (gpu_leaves_out(53)) {
-        return (struct difference){0};
-    }
     reference(c);
     gpu_case_open(&d, c);
     gpu_case_forward(&d, &c->recipe, true);
@@ -409,8 +408,8 @@ static void test_every_route(void **state)
     for (int i = 0; i < n_recipes; i++) {
         struct difference worst = {0};
         for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++) {
-            if (attention_refuses_cpu(&shapes[s], &recipes[i]) != NULL) {
-                continue; /* folded scales at another D */
+            if (attention_refuses_cpu(&shapes[s], &recipes[i]) != NULL || gpu_leaves_out(SAMPLE)) {
+                continue; /* refused: folded scales at another D */
             }
             struct attention_case c;
             case_open(&c, &shapes[s], &recipes[i], (enum input_kind)((i + (int)s) % INPUT_KINDS), (uint64_t)(31 + i));
@@ -439,6 +438,9 @@ static void test_every_length(void **state)
         struct attention_recipe recipe = recipe_of((enum pv_format)(T % 5), BWD_REPRESENTED);
         recipe.v_diag = T % 5 > 1 && T % 4 == 0 ? V_DIAG_FP8 : V_DIAG_BLOCKED;
         struct attention_case c;
+        if (gpu_leaves_out(SAMPLE)) {
+            continue;
+        }
         case_open(&c, &shape, &recipe, (enum input_kind)(T / 5 % INPUT_KINDS), (uint64_t)T);
         run_case(&c, "length");
         case_close(&c);
@@ -459,7 +461,7 @@ static void test_codes(void **state)
         for (int kind = INPUT_GAUSS; kind < INPUT_KINDS; kind++) {
             struct attention_case c;
             struct device_case d;
-            if (gpu_leaves_out(53)) {
+            if (gpu_leaves_out(SAMPLE)) {
                 continue;
             }
             case_open(&c, &shape, &recipes[i], (enum input_kind)kind, (uint64_t)(7 + i));
@@ -506,7 +508,7 @@ static void test_non_finite_inputs(void **state)
     failures = 0;
     for (int i = 0; i < n_recipes; i++) {
         for (int where = 0; where < 3; where++) {
-            if (attention_refuses_cpu(&shape, &recipes[i]) != NULL) {
+            if (attention_refuses_cpu(&shape, &recipes[i]) != NULL || gpu_leaves_out(SAMPLE)) {
                 continue;
             }
             struct attention_case c;
@@ -538,7 +540,7 @@ static void test_extreme_inputs(void **state)
     failures = 0;
     for (int i = 0; i < n_recipes; i++) {
         for (size_t f = 0; f < sizeof q_factor / sizeof *q_factor; f++) {
-            if (attention_refuses_cpu(&shape, &recipes[i]) != NULL) {
+            if (attention_refuses_cpu(&shape, &recipes[i]) != NULL || gpu_leaves_out(SAMPLE)) {
                 continue;
             }
             struct attention_case c;

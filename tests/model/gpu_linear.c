@@ -184,8 +184,9 @@ static void test_fp8_codes_are_those_of_the_cpu(void **state)
     bool good = true;
     for (int i = 0; i < SIZES; i++) {
         for (int kind = 0; kind < KINDS; kind++) {
-            good = check_fp8(sizes[i][0], sizes[i][1], kind, false, 3) && good;
-            good = check_fp8(sizes[i][0], sizes[i][1], kind, true, 3) && good;
+            for (int e5m2 = 0; e5m2 < 2; e5m2++) {
+                good = (gpu_leaves_out(3) || check_fp8(sizes[i][0], sizes[i][1], kind, e5m2, 3)) && good;
+            }
         }
         good = check_fp8(sizes[i][0], sizes[i][1], 0, false, 1) && good;
         good = check_fp8(sizes[i][0], sizes[i][1], 0, true, 2) && good;
@@ -247,6 +248,9 @@ static void test_nvfp4_values_are_those_of_the_cpu(void **state)
     (void)state;
     bool good = true;
     for (int i = 0; i < SIZES * KINDS * USES; i++) {
+        if (gpu_leaves_out(7)) {
+            continue;
+        }
         const enum use use = (enum use)(i % USES);
         const int kind = i / USES % KINDS;
         const int64_t rows = use == TILES ? linear_padded(sizes[i / USES / KINDS][0]) : sizes[i / USES / KINDS][0];
@@ -549,6 +553,9 @@ static bool same_results(const struct shape *s, const struct results *a, const s
 /* x_kind KINDS - 1: a NaN in x must reach all that is made from x; y and dw are compared NaN by NaN. */
 static bool check(enum linear_format format, struct shape s, int x_kind, enum dtype grad_type, bool accumulate)
 {
+    if (gpu_leaves_out(3)) {
+        return true;
+    }
     struct problem p = problem_make(format, s, x_kind);
     struct results want = results_make(&s), got = results_make(&s), again = results_make(&s);
     run_on_cpu(&p, accumulate, &want);

@@ -165,8 +165,11 @@ static void test_forward_agrees_with_the_cpu(void **state)
 {
     (void)state;
     for (int i = 0; i < N_SHAPES; i++) {
-        check_forward(&shapes[i], false);
-        check_forward(&shapes[i], true);
+        for (int nasty = 0; nasty < 2; nasty++) {
+            if (!gpu_leaves_out(1)) {
+                check_forward(&shapes[i], nasty);
+            }
+        }
     }
     compare_end();
 }
@@ -188,6 +191,9 @@ static void check_backward(const struct shape *s, int residual, enum dtype type,
 {
     struct fixture f;
     char what[96];
+    if (gpu_leaves_out(1)) {
+        return;
+    }
     snprintf(what, sizeof what, "bwd %lld x %lld x %lld residual %d %s%s", (long long)s->rows, (long long)s->groups,
              (long long)s->width, residual, type == DTYPE_BF16 ? "bf16" : "fp32", accumulate ? " accumulate" : "");
     fixture_open(&f, s);
