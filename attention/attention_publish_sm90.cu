@@ -29,9 +29,9 @@ struct score_operand {
     head_view from;
     int64_t heads;
     bf16 *to;
-    uint8_t *rows;     /* E4M3, or NULL */
-    float *inverse;    /* with rows */
-    uint32_t *decoded; /* largest decoded magnitude of each head, as bits, or NULL */
+    uint8_t *rows;       /* E4M3, or NULL */
+    float *inverse;      /* with rows */
+    head_facts *decoded; /* of each head, zero to begin with: largest decoded magnitude; or NULL */
 };
 
 struct value_operand_sm90 {
@@ -137,7 +137,7 @@ __device__ __forceinline__ void publish_scores(const score_operand &o, const pub
     if (!E4M3 && o.decoded != NULL) {
         largest = __reduce_max_sync(0xffffffffu, larger_bits(largest));
         if (lane == 0) {
-            atomicMax(o.decoded + unit, largest);
+            atomicMax(&o.decoded[unit].amax, largest);
         }
     }
 }
@@ -364,11 +364,11 @@ static __global__ void __launch_bounds__(THREADS) measure_kernel(const publish_p
 }
 
 /* Grid (slices, heads): 16 values a thread and turn. */
-static __global__ void lower_rows_kernel(bf16 *x, int64_t per_head, const uint32_t *decoded, uint8_t *rows,
+static __global__ void lower_rows_kernel(bf16 *x, int64_t per_head, const head_facts *decoded, uint8_t *rows,
                                          float *inverse)
 {
     const int64_t head = blockIdx.y;
-    const int k = multiplier_exponent(MULTIPLIER_ROWS, __uint_as_float(decoded[head]));
+    const int k = multiplier_exponent(MULTIPLIER_ROWS, __uint_as_float(decoded[head].amax));
     const float m = power_of_two(k), back = power_of_two(-k);
     if (blockIdx.x == 0 && threadIdx.x == 0) {
         inverse[head] = back;
@@ -431,7 +431,7 @@ void attention_measure_heads_sm90(const struct cuda *on, const struct attention_
     cuda_launched(on, "attention measure heads");
 }
 
-/* The step to E4M3 where the largest decoded value had to be found: decoded, as bits, (B, heads). */
+/* The step to E4M3 where the largest decoded value had to be found. */
 static void lower_rows(const struct cuda *on, const struct attention_publish_sm90 *a, const score_operand &o)
 {
     const int64_t heads = a->shape.batch * o.heads, per_head = a->shape.tokens * FEATURES;
@@ -469,5 +469,18 @@ void attention_publish_heads_sm90(const struct cuda *on, const struct attention_
     if (p.scores[0].decoded != NULL) {
         lower_rows(on, a, p.scores[0]);
         lower_rows(on, a, p.scores[1]);
+    }
+}
+
+void attention_code_heads_sm90(const struct cuda *on, const struct attention_publish_sm90 *a)
+{
+    const publish_plan p = plan_of(a);
+    const int64_t head = a->shape.tokens * FEATURES;
+    for (score_operand o : p.scores) {
+        const head_tensor x = {
+            {o.to, o.heads * head, FEATURES, head}, a->shape.batch, a->shape.tokens, o.heads, FEATURES};
+        o.decoded = a->decoded;
+        attention_measure_cuda(on, &x, o.decoded);
+        lower_rows(on, a, o);
     }
 }

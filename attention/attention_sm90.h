@@ -12,6 +12,22 @@ size_t attention_fwd_scratch_bytes_sm90(const struct attention_shape *shape, con
 /* As attention_variant.fwd, for what is not refused. stats is not looked at, and views are not checked. */
 void attention_fwd_sm90(const struct attention_fwd *a);
 
+/* ---- saved state ------------------------------------------------------------------------------------------- */
+
+/* That of the variant "cuda" (its anchors are not used here), and behind it, with qk = nvfp4_e4m3 and a backward that
+ * is written for Hopper, what the forward's scores multiplied: P is rebuilt from the same products. Else NULL. */
+struct attention_saved_sm90 {
+    struct attention_saved operands;
+    uint8_t *q8, *k8;             /* (B, heads, T, 128) E4M3 */
+    float *q_inverse, *k_inverse; /* per (batch, head): value = code times this */
+};
+struct attention_saved_sm90 attention_saved_sm90_carve(const struct attention_shape *shape,
+                                                       const struct attention_recipe *recipe, struct carve *carve);
+
+/* Makes the latter from the operands that another forward (variant "cuda", CPU) saved. scratch: as of the forward. */
+void attention_complete_sm90(const struct cuda *on, const struct attention_shape *shape,
+                             const struct attention_recipe *recipe, void *saved, void *scratch);
+
 /* ---- kernels ----------------------------------------------------------------------------------------------- */
 
 /* pv = bf16: q, k, v as published. counter: one word of device memory. */
@@ -51,9 +67,12 @@ struct attention_publish_sm90 {
     bf16 *own_q, *own_k, *own_v;
     uint8_t *q8, *k8, *v_column;
     float *q_inverse, *k_inverse, *v_inverse;
-    uint32_t *decoded; /* scratch, B (H + Hkv) words: qk = nvfp4_e4m3 with a qk_scale other than amax */
+    struct head_facts *decoded; /* scratch, B (H + Hkv): qk = nvfp4_e4m3 with a qk_scale other than amax */
 };
 void attention_publish_heads_sm90(const struct cuda *on, const struct attention_publish_sm90 *a);
+
+/* Of represented own_q and own_k, which are there already, only q8, k8 and their inverses. Uses decoded. */
+void attention_code_heads_sm90(const struct cuda *on, const struct attention_publish_sm90 *a);
 
 /* amax of what attention_publish_heads_sm90 reads; a->amax is not looked at. */
 void attention_measure_heads_sm90(const struct cuda *on, const struct attention_publish_sm90 *a, float *amax);

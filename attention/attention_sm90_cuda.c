@@ -1,7 +1,7 @@
 /* attention: the variant "sm90": what it runs, its memory, and the order of its kernels in the forward.
  *
  * A recipe is run here if its forward is; a backward that is not written for Hopper, and calls that ask for statistics,
- * go to the variant "cuda": the saved state is the same, and so are the meanings. */
+ * go to the variant "cuda": the saved state begins with the same, and so are the meanings. */
 #include "attention/attention_bwd_sm90.h"
 #include "attention/attention_sm90.h"
 
@@ -41,6 +41,23 @@ const char *attention_fwd_refuses_sm90(const struct attention_shape *shape, cons
     return attention_variant_cuda.refuses(shape, recipe);
 }
 
+/* ---- saved state ------------------------------------------------------------------------------------------- */
+
+struct attention_saved_sm90 attention_saved_sm90_carve(const struct attention_shape *shape,
+                                                       const struct attention_recipe *recipe, struct carve *carve)
+{
+    struct attention_saved_sm90 saved = {.operands = attention_saved_cuda_carve(shape, recipe, carve).operands};
+    if (recipe->qk == QK_NVFP4_E4M3 && attention_bwd_refuses_sm90(shape, recipe) == NULL) {
+        const size_t heads = (size_t)(shape->batch * shape->heads);
+        const size_t kv_heads = (size_t)(shape->batch * shape->kv_heads);
+        saved.q8 = carve_take(carve, heads * (size_t)shape->tokens * SM90_HEAD_DIM);
+        saved.k8 = carve_take(carve, kv_heads * (size_t)shape->tokens * SM90_HEAD_DIM);
+        saved.q_inverse = carve_take(carve, heads * sizeof(float));
+        saved.k_inverse = carve_take(carve, kv_heads * sizeof(float));
+    }
+    return saved;
+}
+
 /* ---- memory of the forward --------------------------------------------------------------------------------- */
 
 struct fwd_memory {
@@ -49,7 +66,7 @@ struct fwd_memory {
     bf16 *q, *k, *v; /* represented operands where the caller keeps none */
     uint8_t *q8, *k8, *v_column;
     float *q_inverse, *k_inverse, *v_inverse;
-    uint32_t *decoded;
+    struct head_facts *decoded;
 };
 
 static struct fwd_memory fwd_carve(const struct attention_shape *s, const struct attention_recipe *recipe, bool kept,
@@ -74,7 +91,7 @@ static struct fwd_memory fwd_carve(const struct attention_shape *s, const struct
         .q_inverse = carve_take(carve, heads * sizeof(float)),
         .k_inverse = carve_take(carve, kv_heads * sizeof(float)),
         .v_inverse = carve_take(carve, kv_heads * sizeof(float)),
-        .decoded = carve_take(carve, scores8 ? (heads + kv_heads) * sizeof(uint32_t) : 0),
+        .decoded = carve_take(carve, scores8 ? (heads + kv_heads) * sizeof(struct head_facts) : 0),
     };
 }
 
@@ -101,6 +118,19 @@ static struct head_view centred_view(const struct attention_fwd *a, bf16 *own)
     return own_view(s, own, s->kv_heads);
 }
 
+/* Where operands go: what a backward needs to the saved state, the rest, and everything of an inference, to scratch. */
+static struct attention_saved_sm90 saved_or_own(const struct attention_fwd *a, const struct fwd_memory *m)
+{
+    struct attention_saved_sm90 own = {{.q = m->q, .k = m->k, .v = m->v}, m->q8, m->k8, m->q_inverse, m->k_inverse};
+    if (a->saved != NULL) {
+        struct carve kept = {.base = a->saved};
+        const struct attention_saved_sm90 saved = attention_saved_sm90_carve(&a->shape, a->recipe, &kept);
+        own.operands = saved.operands;
+        own = saved.q8 != NULL ? saved : own;
+    }
+    return own;
+}
+
 /* What the kernels multiply. q8 and k8 are NULL unless scores are E4M3; what else the recipe has no use for points
  * anywhere and is not looked at. */
 static struct attention_operands_sm90 publish(const struct attention_fwd *a)
@@ -108,13 +138,10 @@ static struct attention_operands_sm90 publish(const struct attention_fwd *a)
     const struct attention_shape *s = &a->shape;
     const struct attention_recipe *recipe = a->recipe;
     struct carve scratch = {.base = a->scratch};
-    struct carve kept = {.base = a->saved};
     const struct fwd_memory m = fwd_carve(s, recipe, a->saved != NULL, &scratch);
-    struct attention_saved own = {.q = m.q, .k = m.k, .v = m.v};
-    if (a->saved != NULL) {
-        own = attention_saved_cuda_carve(s, recipe, &kept).operands;
-    }
-    const struct head_view k = recipe->k_center ? centred_view(a, own.k) : a->k;
+    const struct attention_saved_sm90 own = saved_or_own(a, &m);
+    const struct attention_saved x = own.operands;
+    const struct head_view k = recipe->k_center ? centred_view(a, x.k) : a->k;
     const bool coded = recipe->qk != QK_BF16;
     const bool scores8 = recipe->qk == QK_NVFP4_E4M3;
     struct attention_publish_sm90 p = {
@@ -124,14 +151,14 @@ static struct attention_operands_sm90 publish(const struct attention_fwd *a)
         .k = k,
         .v = a->v,
         .amax = a->amax,
-        .own_q = own.q,
-        .own_k = own.k,
-        .own_v = own.v,
-        .q8 = m.q8,
-        .k8 = m.k8,
+        .own_q = x.q,
+        .own_k = x.k,
+        .own_v = x.v,
+        .q8 = own.q8,
+        .k8 = own.k8,
         .v_column = m.v_column,
-        .q_inverse = m.q_inverse,
-        .k_inverse = m.k_inverse,
+        .q_inverse = own.q_inverse,
+        .k_inverse = own.k_inverse,
         .v_inverse = m.v_inverse,
         .decoded = m.decoded,
     };
@@ -143,13 +170,13 @@ static struct attention_operands_sm90 publish(const struct attention_fwd *a)
         attention_publish_heads_sm90(a->cuda, &p);
     }
     return (struct attention_operands_sm90){
-        .q = coded ? own_view(s, own.q, s->heads) : a->q,
-        .k = coded ? own_view(s, own.k, s->kv_heads) : k,
-        .q8 = scores8 ? m.q8 : NULL,
-        .k8 = scores8 ? m.k8 : NULL,
+        .q = coded ? own_view(s, x.q, s->heads) : a->q,
+        .k = coded ? own_view(s, x.k, s->kv_heads) : k,
+        .q8 = scores8 ? own.q8 : NULL,
+        .k8 = scores8 ? own.k8 : NULL,
         .v_column = m.v_column,
-        .q_inverse = m.q_inverse,
-        .k_inverse = m.k_inverse,
+        .q_inverse = own.q_inverse,
+        .k_inverse = own.k_inverse,
         .v_inverse = m.v_inverse,
         .counter = m.counter,
     };
@@ -172,11 +199,36 @@ void attention_fwd_sm90(const struct attention_fwd *a)
     }
 }
 
+void attention_complete_sm90(const struct cuda *on, const struct attention_shape *shape,
+                             const struct attention_recipe *recipe, void *saved, void *scratch)
+{
+    struct carve kept = {.base = saved};
+    struct carve carve = {.base = scratch};
+    const struct attention_saved_sm90 x = attention_saved_sm90_carve(shape, recipe, &kept);
+    if (x.q8 == NULL) {
+        return;
+    }
+    const struct attention_publish_sm90 p = {
+        .shape = *shape,
+        .recipe = recipe,
+        .own_q = x.operands.q,
+        .own_k = x.operands.k,
+        .q8 = x.q8,
+        .k8 = x.k8,
+        .q_inverse = x.q_inverse,
+        .k_inverse = x.k_inverse,
+        .decoded = fwd_carve(shape, recipe, true, &carve).decoded,
+    };
+    attention_code_heads_sm90(on, &p);
+}
+
 /* ---- the variant ------------------------------------------------------------------------------------------- */
 
 static size_t saved_bytes_sm90(const struct attention_shape *shape, const struct attention_recipe *recipe)
 {
-    return attention_variant_cuda.saved_bytes(shape, recipe);
+    struct carve carve = {0};
+    (void)attention_saved_sm90_carve(shape, recipe, &carve);
+    return carve.used;
 }
 
 static size_t largest(size_t a, size_t b)
@@ -266,6 +318,9 @@ static void fwd_sm90(const struct attention_fwd *call)
     }
     if (a->stats != NULL) {
         attention_variant_cuda.fwd(a);
+        if (a->saved != NULL) { /* the backward may be asked for without statistics */
+            attention_complete_sm90(a->cuda, s, a->recipe, a->saved, a->scratch);
+        }
     } else {
         attention_fwd_sm90(a);
     }

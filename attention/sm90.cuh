@@ -519,3 +519,25 @@ static inline CUtensorMap head_map(const struct cuda *on, const struct head_view
     s.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
     return tensor_map(on, &s);
 }
+
+/* Rows of E4M3, (B, heads, T, 128) bytes, contiguous; boxes of `rows` rows. Rows behind T come as zeros. */
+static inline CUtensorMap codes_map(const struct cuda *on, const void *data, int64_t tokens, int64_t heads,
+                                    int64_t batch, int rows)
+{
+    struct tensor_map_shape s = {};
+    s.data = data;
+    s.type = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+    s.rank = 4;
+    s.extent[0] = 128;
+    s.extent[1] = (uint64_t)tokens;
+    s.extent[2] = (uint64_t)heads;
+    s.extent[3] = (uint64_t)batch;
+    s.stride[0] = 128;
+    s.stride[1] = (uint64_t)tokens * 128;
+    s.stride[2] = (uint64_t)(heads * tokens) * 128;
+    s.box[0] = 128;
+    s.box[1] = (uint32_t)rows;
+    s.box[2] = s.box[3] = 1;
+    s.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+    return tensor_map(on, &s);
+}

@@ -2,6 +2,7 @@
  * the caller knows (attention_bwd.amax), and a V that 4 would lift out of E4M3. */
 #include "attention/attention_bwd_sm90.h"
 #include "attention/attention_cpu.h"
+#include "attention/attention_sm90.h"
 #include "tests/attention/cases.h"
 #include "tests/gpu.h"
 
@@ -62,12 +63,14 @@ static struct gradients run(struct cuda *cuda, const struct attention_case *c, b
     a.dk = view_of(gpu_array(cuda, NULL, keys), s, s->kv_heads);
     a.dv = view_of(gpu_array(cuda, NULL, keys), s, s->kv_heads);
     float *lse_log2 = gpu_array(cuda, c->lse_log2, lse);
-    void *saved = gpu_array(cuda, c->saved, c->variant->saved_bytes(s, &c->recipe));
+    void *saved = gpu_array(cuda, NULL, attention_variant_sm90.saved_bytes(s, &c->recipe));
     float *amax = known ? amax_open(cuda, c) : NULL;
     a.lse_log2 = lse_log2;
     a.saved = saved;
     a.amax = amax;
-    a.scratch = gpu_array(cuda, NULL, attention_bwd_scratch_bytes_sm90(s, &c->recipe));
+    a.scratch = gpu_array(cuda, NULL, attention_variant_sm90.scratch_bytes(s, &c->recipe));
+    cuda_upload(cuda, saved, c->saved, c->variant->saved_bytes(s, &c->recipe));
+    attention_complete_sm90(cuda, s, &c->recipe, saved, a.scratch);
     attention_bwd_sm90(&a);
     struct gradients y = {malloc(queries), malloc(keys), malloc(keys)};
     gpu_fetch(cuda, y.dq, a.dq.data, queries);

@@ -178,29 +178,76 @@ static void compare_own(const struct publish_case *c, const char *name, const bf
     compare_bits(what, got, want, (size_t)(c->shape.batch * heads * c->shape.tokens * D) * sizeof(bf16), sizeof(bf16));
 }
 
-/* Where a pointer into the device's scratch points in a copy. */
-static const void *in_copy(const void *pointer, const void *device, const void *copy)
+/* Device memory, and what it held last. */
+struct copied {
+    void *device;
+    char *host;
+    size_t bytes;
+};
+
+static struct copied copied_open(size_t bytes)
 {
-    return pointer == NULL ? NULL : (const char *)copy + ((const char *)pointer - (const char *)device);
+    return (struct copied){gpu_array(cuda, NULL, bytes), malloc(bytes + 1), bytes};
 }
 
-static void compare_all(const struct publish_case *c, const struct attention_operands_sm90 *x, const void *d_scratch,
-                        const void *scratch, void *saved)
+static void copied_close(struct copied *x)
+{
+    cuda_free(x->device);
+    free(x->host);
+}
+
+/* Where a pointer into one of the two points in its copy. */
+static const void *in_copy(const struct copied two[2], const void *pointer)
+{
+    for (int i = 0; i < 2; i++) {
+        const ptrdiff_t at = (const char *)pointer - (const char *)two[i].device;
+        if (pointer != NULL && at >= 0 && (size_t)at < two[i].bytes) {
+            return two[i].host + at;
+        }
+    }
+    return NULL;
+}
+
+/* The E4M3 rows of Q and K, all within `two`: scratch, saved. */
+static void check_scores(const struct publish_case *c, const char *when, const struct copied two[2], const void *q8,
+                         const void *k8, const void *q_inverse, const void *k_inverse)
+{
+    char what[2][32];
+    snprintf(what[0], sizeof what[0], "q8%s", when);
+    snprintf(what[1], sizeof what[1], "k8%s", when);
+    check_rows(c, what[0], c->q, c->shape.heads, in_copy(two, q8), in_copy(two, q_inverse));
+    check_rows(c, what[1], c->k, c->shape.kv_heads, in_copy(two, k8), in_copy(two, k_inverse));
+}
+
+/* The rows made once more, from the represented Q and K alone. */
+static void check_completed(const struct publish_case *c, const struct copied two[2])
+{
+    struct carve carve = {.base = two[1].device};
+    const struct attention_saved_sm90 x = attention_saved_sm90_carve(&c->shape, &c->recipe, &carve);
+    const size_t at = x.q8 == NULL ? two[1].bytes : (size_t)((char *)x.q8 - (char *)two[1].device);
+    memset(two[1].host + at, 0xff, two[1].bytes - at);
+    cuda_upload(cuda, two[1].device, two[1].host, two[1].bytes);
+    attention_complete_sm90(cuda, &c->shape, &c->recipe, two[1].device, two[0].device);
+    gpu_fetch(cuda, two[1].host, two[1].device, two[1].bytes);
+    if (x.q8 != NULL) {
+        check_scores(c, " completed", two, x.q8, x.k8, x.q_inverse, x.k_inverse);
+    }
+}
+
+static void compare_all(const struct publish_case *c, const struct attention_operands_sm90 *x,
+                        const struct copied two[2])
 {
     const struct attention_shape *s = &c->shape;
-    struct carve carve = {.base = saved};
+    struct carve carve = {.base = (unsigned char *)two[1].host};
     struct attention_saved own = attention_saved_cuda_carve(s, &c->recipe, &carve).operands;
     if (c->recipe.qk != QK_BF16) {
         compare_own(c, "q", own.q, c->q, s->heads);
         compare_own(c, "k", own.k, c->k, s->kv_heads);
     }
     compare_own(c, "v", own.v, c->v, s->kv_heads);
-    check_column(c, in_copy(x->v_column, d_scratch, scratch), in_copy(x->v_inverse, d_scratch, scratch));
+    check_column(c, in_copy(two, x->v_column), in_copy(two, x->v_inverse));
     if (c->recipe.qk == QK_NVFP4_E4M3) {
-        check_rows(c, "q8", c->q, s->heads, in_copy(x->q8, d_scratch, scratch),
-                   in_copy(x->q_inverse, d_scratch, scratch));
-        check_rows(c, "k8", c->k, s->kv_heads, in_copy(x->k8, d_scratch, scratch),
-                   in_copy(x->k_inverse, d_scratch, scratch));
+        check_scores(c, "", two, x->q8, x->k8, x->q_inverse, x->k_inverse);
     }
 }
 
@@ -209,10 +256,8 @@ static void publish_on_gpu(const struct publish_case *c)
     const struct attention_shape *s = &c->shape;
     const int64_t all = s->heads + 2 * s->kv_heads;
     const struct head_view view = {c->d_x, s->tokens * all * D, all * D, D};
-    const size_t scratch_bytes = attention_fwd_scratch_bytes_sm90(s, &c->recipe);
-    const size_t saved_bytes = attention_variant_sm90.saved_bytes(s, &c->recipe);
-    void *d_scratch = gpu_array(cuda, NULL, scratch_bytes), *scratch = malloc(scratch_bytes);
-    void *d_saved = gpu_array(cuda, NULL, saved_bytes), *saved = malloc(saved_bytes);
+    struct copied two[] = {copied_open(attention_fwd_scratch_bytes_sm90(s, &c->recipe)),
+                           copied_open(attention_variant_sm90.saved_bytes(s, &c->recipe))};
     float *d_amax = amax_of_heads(c);
     struct attention_fwd a = {.cuda = cuda,
                               .shape = *s,
@@ -220,19 +265,19 @@ static void publish_on_gpu(const struct publish_case *c)
                               .q = view,
                               .k = view,
                               .v = view,
-                              .saved = d_saved,
-                              .scratch = d_scratch,
+                              .saved = two[1].device,
+                              .scratch = two[0].device,
                               .amax = d_amax};
     a.k.data += s->heads * D;
     a.v.data += (s->heads + s->kv_heads) * D;
     const struct attention_operands_sm90 x = attention_fwd_publish_sm90(&a);
-    gpu_fetch(cuda, scratch, d_scratch, scratch_bytes);
-    gpu_fetch(cuda, saved, d_saved, saved_bytes);
-    compare_all(c, &x, d_scratch, scratch, saved);
-    free(scratch);
-    free(saved);
-    cuda_free(d_scratch);
-    cuda_free(d_saved);
+    for (int i = 0; i < 2; i++) {
+        gpu_fetch(cuda, two[i].host, two[i].device, two[i].bytes);
+    }
+    compare_all(c, &x, two);
+    check_completed(c, two);
+    copied_close(&two[0]);
+    copied_close(&two[1]);
     cuda_free(d_amax);
 }
 

@@ -34,7 +34,8 @@ struct gpu_case {
     const struct attention_variant *variant; /* sm90: its own passes where it has them */
     enum layout layout;
     enum pass passes;
-    bool inference; /* the forward saves nothing */
+    bool inference;                  /* the forward saves nothing */
+    struct attention_stats *counted; /* on the device: of the forward, which then is that of variant "cuda" */
     bool unordered;
     size_t used, at[TENSORS], lse_at, saved_at, scratch_at, saved_bytes, scratch_bytes;
     /* Results, contiguous; NULL what the passes do not give. */
@@ -173,9 +174,11 @@ static inline void gpu_case_open_as(struct gpu_case *g, struct gpu *gpu, const s
     g->lse_at = place(g, lse_bytes(g));
     g->saved_bytes = g->variant->saved_bytes(s, &c->recipe);
     g->saved_at = place(g, g->saved_bytes);
-    g->scratch_bytes = passes == BOTH || variant != &attention_variant_sm90 ? variant->scratch_bytes(s, &c->recipe)
-                       : passes == FORWARD ? attention_fwd_scratch_bytes_sm90(s, &c->recipe)
-                                           : attention_bwd_scratch_bytes_sm90(s, &c->recipe);
+    /* E4M3 scores: attention_complete_sm90 takes some too. */
+    const bool both = passes == BOTH || (passes == BACKWARD && c->recipe.qk == QK_NVFP4_E4M3);
+    g->scratch_bytes = both || variant != &attention_variant_sm90 ? variant->scratch_bytes(s, &c->recipe)
+                       : passes == FORWARD                        ? attention_fwd_scratch_bytes_sm90(s, &c->recipe)
+                                                                  : attention_bwd_scratch_bytes_sm90(s, &c->recipe);
     g->scratch_at = place(g, g->scratch_bytes);
     image_grow(gpu, g->used);
     fill_image(g);
@@ -213,8 +216,10 @@ static inline void call_forward(const struct gpu_case *g)
                                        .out = view_of(g, OUT, image),
                                        .lse_log2 = (float *)(image + g->lse_at),
                                        .saved = g->inference ? NULL : image + g->saved_at,
-                                       .scratch = image + g->scratch_at};
-    (g->variant == &attention_variant_sm90 ? attention_fwd_sm90 : g->variant->fwd)(&call);
+                                       .scratch = image + g->scratch_at,
+                                       .stats = g->counted};
+    const bool own = g->variant == &attention_variant_sm90 && g->counted == NULL;
+    (own ? attention_fwd_sm90 : g->variant->fwd)(&call);
 }
 
 static inline void call_backward(const struct gpu_case *g)
@@ -256,6 +261,10 @@ static inline int gpu_case_run(struct gpu_case *g)
     if (g->passes & FORWARD) {
         call_forward(g);
     }
+    if (g->passes == BACKWARD && g->variant == &attention_variant_sm90) {
+        attention_complete_sm90(gpu->cuda, &g->c->shape, &g->c->recipe, gpu->device + g->saved_at,
+                                gpu->device + g->scratch_at);
+    }
     if (g->passes & BACKWARD) {
         call_backward(g);
     }
@@ -271,6 +280,9 @@ static inline int gpu_case_run(struct gpu_case *g)
     if (g->passes & FORWARD) {
         take(g, g->lse_at, lse_bytes(g), g->got_lse);
         take(g, g->saved_at, g->inference ? 0 : g->saved_bytes, g->got_saved);
+    } else { /* what attention_complete_sm90 wrote behind the CPU's */
+        const size_t saved = g->c->variant->saved_bytes(&g->c->shape, &g->c->recipe);
+        take(g, g->saved_at + saved, g->saved_bytes - saved, NULL);
     }
     take(g, g->scratch_at, g->scratch_bytes, NULL);
     if (memcmp(gpu->before, gpu->after, g->used) == 0) {

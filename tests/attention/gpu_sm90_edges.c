@@ -444,6 +444,33 @@ static void one_token(void **state)
     assert_int_equal(bad, 0);
 }
 
+/* A forward with statistics, which variant "cuda" runs, leaves all that a Hopper backward reads. */
+static void counted_forward(void **state)
+{
+    struct gpu *gpu = *state;
+    struct seen seen = {0};
+    int bad = 0;
+    for (int r = 1; r < ROUTES; r++) {
+        const struct attention_recipe recipe = route(r);
+        const struct attention_shape s = shape_of(2, TOKENS, 4, 2, r % 2 == 0);
+        struct attention_case c;
+        struct gpu_case g;
+        char what[256];
+        case_open(&c, &s, &recipe, INPUT_GAUSS, 47);
+        case_forward(&c);
+        case_backward(&c);
+        gpu_case_open(&g, gpu, &c, APART, BOTH);
+        g.counted = gpu_array(gpu->cuda, NULL, sizeof *g.counted);
+        describe(&g, "counted", what, sizeof what);
+        bad += gpu_case_run(&g) + compare_backward(&g, what, &seen);
+        cuda_free(g.counted);
+        gpu_case_close(&g);
+        case_close(&c);
+    }
+    seen_print("after a counted forward", &seen);
+    assert_int_equal(bad, 0);
+}
+
 /* The variant is the first choice for every route that it is made for, backward included. */
 static void chosen(void **state)
 {
@@ -460,10 +487,11 @@ static void chosen(void **state)
 
 int main(int argc, char **argv)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(against_fp64), cmocka_unit_test(extreme_values), cmocka_unit_test(lost_rows),
-        cmocka_unit_test(not_finite),   cmocka_unit_test(refused),        cmocka_unit_test(views_refused),
-        cmocka_unit_test(no_elements),  cmocka_unit_test(one_token),      cmocka_unit_test(chosen)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(against_fp64), cmocka_unit_test(extreme_values),
+                                       cmocka_unit_test(lost_rows),    cmocka_unit_test(not_finite),
+                                       cmocka_unit_test(refused),      cmocka_unit_test(views_refused),
+                                       cmocka_unit_test(no_elements),  cmocka_unit_test(one_token),
+                                       cmocka_unit_test(chosen),       cmocka_unit_test(counted_forward)};
     gpu_arguments(argc, argv);
     return cmocka_run_group_tests(tests, gpu_open_state, gpu_close_state);
 }
