@@ -2,6 +2,7 @@
  * (docs/numerics.md, sections 7 and 8). All of it reads and writes each tensor once or twice in 16-byte pieces: a row
  * is spread over 16 lanes (8 for head_dim up to 64). */
 #include "attention/attention_cuda_bwd.cuh"
+#include "attention/attention_cuda_operands.cuh"
 
 enum { ROW_THREADS = 256, ROWS_OF_BLOCK = 64 };
 
@@ -17,19 +18,6 @@ template <class T> __device__ __forceinline__ T row_sum(T x, int lanes)
         x += __shfl_xor_sync(0xffffffffu, x, o);
     }
     return x;
-}
-
-/* The largest 2^k with 2^k amax <= limit (pow2_scale of numerics/blocks.h). */
-static __device__ float pow2_scale_of(float amax, float limit)
-{
-    if (!(amax > 0.0f) || isinf(amax)) {
-        return 1.0f;
-    }
-    int amax_exponent, limit_exponent;
-    const float amax_fraction = frexpf(amax, &amax_exponent);
-    const float limit_fraction = frexpf(limit, &limit_exponent);
-    const int k = limit_exponent - amax_exponent - (amax_fraction > limit_fraction ? 1 : 0);
-    return ldexpf(1.0f, k < 126 ? k : 126);
 }
 
 /* Infinity if anything was not finite. */

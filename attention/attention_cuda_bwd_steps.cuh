@@ -180,7 +180,36 @@ __device__ __forceinline__ double gather_rows(const struct ds_sums *sums, float4
     return sum + (double)x[8 * ROWS] + (double)x[12 * ROWS];
 }
 
-/* ---- dQ ---------------------------------------------------------------------------------------------------- */
+/* ---- products ---------------------------------------------------------------------------------------------- */
+
+/* acc (32, 16 N) += A B, A from row row0 on, B (DEPTH, D) from column d0 on. A is X (64 query rows, 128 keys) or, where
+ * TRANSPOSED, X^T. */
+template <int D, int N, int DEPTH, bool TRANSPOSED>
+__device__ __forceinline__ void multiply(float (*acc)[2 * N][4], uint32_t x, uint32_t b, int row0, int d0)
+{
+#pragma unroll
+    for (int k = 0; k < DEPTH; k += 16) {
+        uint32_t fa[2][4];
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            if (TRANSPOSED) {
+                fragment_a_trans<KEYS>(fa[m], x, row0 + 16 * m, k);
+            } else {
+                fragment_a<KEYS>(fa[m], x, row0 + 16 * m, k);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            uint32_t fb[4];
+            fragment_b_trans<D>(fb, b, d0 + 16 * n, k);
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+                mma_bf16(acc[m][2 * n], fa[m], fb);
+                mma_bf16(acc[m][2 * n + 1], fa[m], fb + 2);
+            }
+        }
+    }
+}
 
 /* dq (32 rows, D / 4) = dS K, dS (64 rows, 128 keys), K (128 keys, D). */
 template <int D>
@@ -196,23 +225,17 @@ __device__ __forceinline__ void multiply_dq(float (*dq)[D / 32][4], uint32_t ds,
             }
         }
     }
-#pragma unroll
-    for (int j = 0; j < KEYS; j += 16) {
-        uint32_t a[2][4];
-        fragment_a<KEYS>(a[0], ds, row0, j);
-        fragment_a<KEYS>(a[1], ds, row0 + 16, j);
-#pragma unroll
-        for (int n = 0; n < D / 64; n++) {
-            uint32_t b[4];
-            fragment_b_trans<D>(b, k, d0 + 16 * n, j);
-#pragma unroll
-            for (int m = 0; m < 2; m++) {
-                mma_bf16(dq[m][2 * n], a[m], b);
-                mma_bf16(dq[m][2 * n + 1], a[m], b + 2);
-            }
-        }
-    }
+    multiply<D, D / 64, KEYS, false>(dq, ds, k, row0, d0);
 }
+
+/* acc (32 keys, D / 2) += X^T Y, X (64 rows, 128 keys), Y (64 rows, D): dK, dV. */
+template <int D>
+__device__ __forceinline__ void accumulate(float (*acc)[D / 16][4], uint32_t x, uint32_t y, int key0, int d0)
+{
+    multiply<D, D / 32, ROWS, true>(acc, x, y, key0, d0);
+}
+
+/* ---- dQ ---------------------------------------------------------------------------------------------------- */
 
 __device__ __forceinline__ void add4(float4 *to, const float *x)
 {
@@ -269,28 +292,6 @@ __device__ __forceinline__ void turn_pass(uint32_t *turns, uint32_t turn)
 }
 
 /* ---- dK, dV ------------------------------------------------------------------------------------------------ */
-
-/* acc (32 keys, D / 2) += X^T Y, X (64 rows, 128 keys), Y (64 rows, D). */
-template <int D>
-__device__ __forceinline__ void accumulate(float (*acc)[D / 16][4], uint32_t x, uint32_t y, int key0, int d0)
-{
-#pragma unroll
-    for (int k = 0; k < ROWS; k += 16) {
-        uint32_t a[2][4];
-        fragment_a_trans<KEYS>(a[0], x, key0, k);
-        fragment_a_trans<KEYS>(a[1], x, key0 + 16, k);
-#pragma unroll
-        for (int n = 0; n < D / 32; n++) {
-            uint32_t b[4];
-            fragment_b_trans<D>(b, y, d0 + 16 * n, k);
-#pragma unroll
-            for (int m = 0; m < 2; m++) {
-                mma_bf16(acc[m][2 * n], a[m], b);
-                mma_bf16(acc[m][2 * n + 1], a[m], b + 2);
-            }
-        }
-    }
-}
 
 /* A warp's part of dK or dV into a (128, D) tile as BF16. */
 template <int D>
