@@ -276,9 +276,27 @@ static void read_backward(struct gpu *gpu, const struct attention_recipe *recipe
     case_close(&c);
 }
 
-/* pv and rule, then the preset: rebuilt codes, and exp2(t - LSE2) in FP8. */
+enum { PLAIN_RECIPES = 12, MAP_RECIPES = 12, BACKWARD_RECIPES = PLAIN_RECIPES + MAP_RECIPES };
+
+/* Direct-P, rebuilt: rule, map and, for affine, the paper's constants; then qk. */
+static struct attention_recipe map_recipe(int i)
+{
+    static const float constants[][2] = {{1.50f, 1.20f}, {1.60f, 0.95f}, {1.65f, 0.80f}};
+    struct attention_recipe recipe = recipe_of(PV_MXFP4, BWD_REPRESENTED);
+    recipe.qk = i / 6 == 0 ? QK_NVFP4 : QK_NVFP4_E4M3;
+    recipe.mx_rule = i % 2 == 0 ? MX_NEAREST : MX_OCP;
+    recipe.p_map = i / 2 % 3 == 0 ? P_CODE_SPACE : P_AFFINE;
+    recipe.affine_a = constants[i / 2 % 3 == 1 ? 0 : 1 + i % 2][0];
+    recipe.affine_b = constants[i / 2 % 3 == 1 ? 0 : 1 + i % 2][1];
+    return recipe;
+}
+
+/* pv and rule, then the preset: rebuilt codes, and exp2(t - LSE2) in FP8; behind them map_recipe. */
 static struct attention_recipe backward_recipe(int i)
 {
+    if (i >= PLAIN_RECIPES) {
+        return map_recipe(i - PLAIN_RECIPES);
+    }
     struct attention_recipe recipe =
         recipe_of(i % 3 == 0 ? PV_FP8 : PV_MXFP4, i / 3 % 2 == 0 ? BWD_REPRESENTED : BWD_SAVED_OUTPUT);
     recipe.mx_rule = i % 3 == 2 ? MX_OCP : MX_NEAREST;
@@ -289,7 +307,7 @@ static struct attention_recipe backward_recipe(int i)
 static void backward_codes(void **state)
 {
     int bad = 0;
-    for (int i = 0; i < 12; i++) {
+    for (int i = 0; i < BACKWARD_RECIPES; i++) {
         const struct attention_recipe recipe = backward_recipe(i);
         struct tally t = {0}, reading = {0};
         for (int kind = 0; kind < INPUT_KINDS; kind++) {
