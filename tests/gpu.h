@@ -61,12 +61,15 @@ static inline bool gpu_leaves_out(int n)
     return sample->small && (count++ % n != 0 || taken++ % sample->parts != sample->part);
 }
 
+/* With --small the GPU counts as one of few multiprocessors: kernels that launch as many blocks as there are have them
+ * take one tile after the other, as in large cases. */
 static inline struct cuda *gpu_open(void)
 {
     struct cuda *cuda;
     if (cuda_open(&cuda, 0) != OK) {
         fail_msg("no GPU: %s", status_last_message());
     }
+    cuda->multiprocessors = *gpu_small() ? 5 : cuda->multiprocessors;
     return cuda;
 }
 

@@ -24,19 +24,11 @@ takes_part()
 parts_of()
 {
     case $1:${2##*/} in
+    *:gpu_sm90_shrink) echo 1 ;;
     racecheck:gpu_fwd | racecheck:gpu_bwd | racecheck:gpu_sm90_*) echo 4 ;;
     racecheck:gpu_publish_sm90 | racecheck:gpu_cross_entropy | racecheck:gpu_rmsnorm | racecheck:gpu_linear | \
         *:gpu_fwd | *:gpu_bwd | *:gpu_sm90_* | *:gpu_gemm) echo 2 ;;
     *) echo 1 ;;
-    esac
-}
-
-# The tests of a program that are small enough: of whole runs of the trainer, the shortest.
-small_tests()
-{
-    case $1 in
-    */gpu_bits) echo '*not_finite*' ;;
-    *) echo "--small=$2" ;;
     esac
 }
 
@@ -64,9 +56,14 @@ run_one()
         limit=$left
     fi
     mkdir "$folder"
+    set -- "--small=$part"
+    if [ "${program##*/}" = gpu_bits ]; then # the shortest of the whole runs of the trainer; products are timed before
+        set -- '*not_finite*' "$folder/choices"
+        "$program" "$@" >"$folder/before" 2>&1
+    fi
     CMOCKA_MESSAGE_OUTPUT=STDOUT timeout -s INT -k 10 "$limit" compute-sanitizer --tool "$tool" --print-limit 0 \
         --racecheck-num-workers 1 --show-backtrace device --log-file "$folder/log.%p" \
-        "$program" "$(small_tests "$program" "$part")" >"$folder/tests" 2>&1
+        "$program" "$@" >"$folder/tests" 2>&1
     status=$?
     ok=$(grep -c '^\[       OK \]' "$folder/tests")
     bad=$(sed -n 's/^\[  FAILED  \] \([0-9]*\) test(s).*/\1/p' "$folder/tests")
@@ -144,9 +141,11 @@ for tool in $tools; do
     for program in "$@"; do
         if takes_part "$tool" "$program"; then
             parts=$(parts_of "$tool" "$program")
+            weight=$parts # the longest first
+            [ "${program##*/}" != gpu_bits ] || weight=9
             i=0
             while [ "$i" -lt "$parts" ]; do
-                echo "$parts $tool $i/$parts $program"
+                echo "$weight $tool $i/$parts $program"
                 i=$((i + 1))
             done
         fi

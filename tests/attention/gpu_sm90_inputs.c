@@ -41,7 +41,8 @@ static void forward_inputs(void **state)
         struct seen seen = {0};
         char text[512];
         for (int kind = 0; kind < INPUT_KINDS; kind++) {
-            const struct attention_shape s = shape_of(1 + kind % 2, 220 + 37 * kind, 4, 2, (i + kind) % 3 != 0);
+            const struct attention_shape s =
+                shape_of(1 + kind % 2, (*gpu_small() ? 100 : 220) + 37 * kind, 4, 2, (i + kind) % 3 != 0);
             assert_null(attention_fwd_refuses_sm90(&s, &recipes[i]));
             if (!gpu_leaves_out(7)) {
                 bad += check(*state, &s, &recipes[i], (enum input_kind)kind, (enum layout)((i + kind) % LAYOUTS),
@@ -107,7 +108,8 @@ static void backward_inputs(void **state)
             continue;
         }
         for (int kind = 0; kind < INPUT_KINDS; kind++) {
-            const struct attention_shape s = shape_of(1 + kind % 2, 300 - 29 * kind, 4, 2, kind != INPUT_PEAKY3);
+            const struct attention_shape s =
+                shape_of(1 + kind % 2, (*gpu_small() ? 200 : 300) - 29 * kind, 4, 2, kind != INPUT_PEAKY3);
             const char *why = attention_bwd_refuses_sm90(&s, &recipes[i]);
             if (why != NULL) {
                 print_message("recipe %d is refused: %s\n", i, why);

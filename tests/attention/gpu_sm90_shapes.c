@@ -27,7 +27,7 @@ static int lengths(struct gpu *gpu, enum pass passes)
         for (int i = 0; i < 2 * ROUTES; i++) {
             const bool causal = i < ROUTES;
             const int r = i % ROUTES;
-            if ((!edge && (causal != (T / 4 % 2 == 0) || (r != 0 && r != 1 + T % 4))) || gpu_leaves_out(13)) {
+            if ((!edge && (causal != (T / 4 % 2 == 0) || (r != 0 && r != 1 + T % 4))) || gpu_leaves_out(17)) {
                 continue;
             }
             const struct attention_recipe recipe = route(r);
@@ -69,7 +69,7 @@ static int heads(struct gpu *gpu, enum pass passes)
             const struct attention_recipe recipe = route(r);
             const struct attention_shape s =
                 shape_of(cases[i][0], cases[i][1], cases[i][2], cases[i][3], (i + (size_t)r) % 3 != 0);
-            if (!gpu_leaves_out(11)) {
+            if (!gpu_leaves_out(13)) {
                 bad += check(gpu, &s, &recipe, INPUT_GAUSS, (enum layout)((i + (size_t)r) % LAYOUTS), passes, &seen);
             }
         }
