@@ -174,14 +174,12 @@ static inline void gpu_case_open_as(struct gpu_case *g, struct gpu *gpu, const s
     g->lse_at = place(g, lse_bytes(g));
     g->saved_bytes = g->variant->saved_bytes(s, &c->recipe);
     g->saved_at = place(g, g->saved_bytes);
-    /* All that a variant asks for: also where attention_complete_sm90 takes some (E4M3 scores), or another variant's
-     * backward (call_backward). */
-    const bool all =
-        passes == BOTH ||
-        (passes == BACKWARD && (c->recipe.qk == QK_NVFP4_E4M3 || attention_bwd_refuses_sm90(s, &c->recipe) != NULL));
-    g->scratch_bytes = all || variant != &attention_variant_sm90 ? variant->scratch_bytes(s, &c->recipe)
-                       : passes == FORWARD                       ? attention_fwd_scratch_bytes_sm90(s, &c->recipe)
-                                                                 : attention_bwd_scratch_bytes_sm90(s, &c->recipe);
+    /* To the byte, but where the state is completed (E4M3 scores) or another variant's backward runs. */
+    const bool backward = c->recipe.qk != QK_NVFP4_E4M3 && attention_bwd_refuses_sm90(s, &c->recipe) == NULL;
+    g->scratch_bytes = variant != &attention_variant_sm90 ? variant->scratch_bytes(s, &c->recipe)
+                       : passes == FORWARD                ? attention_fwd_scratch_bytes_sm90(s, &c->recipe)
+                       : passes == BACKWARD && backward   ? attention_bwd_scratch_bytes_sm90(s, &c->recipe)
+                                                          : variant->scratch_bytes(s, &c->recipe);
     g->scratch_at = place(g, g->scratch_bytes);
     image_grow(gpu, g->used);
     fill_image(g);
