@@ -7,13 +7,15 @@
 
 #include <math.h>
 
+enum { SHORT = 136 };
+
 /* Relative L2: what the CPU has against FP64 (test_bwd.c); and with the GPU's forward. */
 #define BOUND 2e-3
 #define BOUND_BOTH 2e-2
 
 static struct cuda *cuda;
 static int checks, failures;
-static int sample = 13; /* with --small one case in so many */
+static int sample; /* with --small one case in so many, and no longer than SHORT */
 
 struct result {
     bf16 *dq, *dk, *dv;
@@ -303,9 +305,11 @@ static void check(const struct attention_shape *shape, const struct attention_re
     if (attention_recipe_refusal(recipe, (int)shape->head_dim) != NULL || gpu_leaves_out(sample)) {
         return;
     }
+    struct attention_shape s = *shape;
     struct attention_case c;
     struct result r;
-    case_open(&c, shape, recipe, kind, 2);
+    s.tokens = *gpu_small() && s.tokens > SHORT ? SHORT : s.tokens;
+    case_open(&c, &s, recipe, kind, 2);
     case_forward(&c);
     memset(&c.stats, 0, sizeof c.stats);
     case_backward(&c);
@@ -334,9 +338,40 @@ static const struct attention_shape wide = {1, 150, 2, 1, 128, true, 0.0884f};
 static const struct attention_shape full = {2, 72, 2, 1, 64, false, 0.125f};
 static const struct attention_shape longer = {1, 200, 3, 1, 128, true, 0.0884f};
 
+/* Every instance of every kernel, on two blocks of one group. */
+static void test_every_kernel(void **state)
+{
+    (void)state;
+    static const struct {
+        enum pv_format pv;
+        enum backward_preset preset;
+        enum bwd_stat stat;
+        float leak;
+    } rows[] = {{PV_FP8, BWD_REPRESENTED, BWD_STAT_SAVED, 0.1f},
+                {PV_MXFP4, BWD_REPRESENTED, BWD_STAT_RECENTRED, 0},
+                {PV_NVFP4, BWD_REPRESENTED, BWD_STAT_SAVED, 0},
+                {PV_FP8, BWD_SAVED_OUTPUT, BWD_STAT_RECENTRED, 0},
+                {PV_BF16, BWD_BF16, BWD_STAT_SAVED, -0.1f}};
+    sample = 1;
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        for (int whole = 0; whole < 2; whole++) {
+            const struct attention_shape s = {1, 70, 2, 1, whole ? 128 : 64, true, whole ? 0.0884f : 0.125f};
+            struct attention_recipe recipe = recipe_of(rows[i].pv, rows[i].preset);
+            recipe.bwd_stat = rows[i].stat;
+            recipe.debug_leak = rows[i].leak;
+            recipe.dk_center = recipe.k_center = i == 1;
+            for (int counted = 0; counted < 2; counted++) {
+                check(&s, &recipe, INPUT_GAUSS, &(struct options){.poison = 0xff, .no_stats = !counted});
+            }
+        }
+    }
+    report("kernels");
+}
+
 static void test_every_preset_on_every_value_format(void **state)
 {
     (void)state;
+    sample = 11;
     for (int pv = PV_BF16; pv <= PV_FP4_UE5M3; pv++) {
         for (int preset = BWD_REPRESENTED; preset <= BWD_BF16; preset++) {
             struct attention_recipe recipe = recipe_of(pv, preset);
@@ -366,6 +401,7 @@ static void test_every_switch_alone(void **state)
         {offsetof(struct attention_recipe, ds_scale), DS_SCALE_FIXED},
         {offsetof(struct attention_recipe, qk_grad), QK_GRAD_LIFT},
     };
+    sample = 23;
     for (int pv = PV_BF16; pv <= PV_FP4_UE5M3; pv++) {
         for (int preset = BWD_REPRESENTED; preset <= BWD_BF16; preset += BWD_BF16 - BWD_REPRESENTED) {
             for (size_t i = 0; i < sizeof switches / sizeof *switches; i++) {
@@ -373,6 +409,7 @@ static void test_every_switch_alone(void **state)
                     struct attention_recipe recipe = recipe_of(pv, preset);
                     memcpy((char *)&recipe + switches[i].offset, &value, sizeof value);
                     check(&gqa, &recipe, INPUT_GAUSS, &plain);
+                    check(&wide, &recipe, INPUT_GAUSS, &plain);
                 }
             }
         }
@@ -383,6 +420,7 @@ static void test_every_switch_alone(void **state)
 static void test_forward_options(void **state)
 {
     (void)state;
+    sample = 23;
     for (int pv = PV_FP8; pv <= PV_FP4_UE5M3; pv++) {
         for (int option = 0; option < 12; option++) {
             struct attention_recipe recipe = recipe_of(pv, BWD_REPRESENTED);
@@ -414,7 +452,7 @@ static void test_with_its_own_forward(void **state)
 {
     (void)state;
     static const struct options own = {.poison = 0xff, .no_stats = true, .forward = true};
-    sample = 5; /* the kernels without statistics */
+    sample = 11;
     for (int pv = PV_BF16; pv <= PV_FP4_UE5M3; pv++) {
         for (int preset = BWD_REPRESENTED; preset <= BWD_BF16; preset++) {
             struct attention_recipe recipe = recipe_of(pv, preset);
@@ -424,20 +462,19 @@ static void test_with_its_own_forward(void **state)
             check(&gqa, &recipe, INPUT_OUTLIER, &own);
         }
     }
-    sample = 13;
     report("own forward");
 }
 
 static void test_a_planted_leak(void **state)
 {
     (void)state;
-    sample = 1; /* kernels of its own */
+    sample = 5;
     for (int preset = BWD_REPRESENTED; preset <= BWD_BF16; preset++) {
         struct attention_recipe recipe = recipe_of(PV_MXFP4, preset);
         recipe.debug_leak = preset % 2 == 0 ? 0.1f : -0.1f;
-        check(preset % 3 == 0 ? &longer : &gqa, &recipe, INPUT_GAUSS, &plain);
+        check(&gqa, &recipe, INPUT_GAUSS, &plain);
+        check(&longer, &recipe, INPUT_GAUSS, &plain);
     }
-    sample = 13;
     report("planted leak");
 }
 
@@ -453,6 +490,7 @@ static void test_shapes(void **state)
         enum pv_format pv;
         enum backward_preset preset;
     } shape_routes[] = {{PV_BF16, BWD_BF16}, {PV_MXFP4, BWD_REPRESENTED}, {PV_FP8, BWD_RECENTRED}};
+    sample = 17;
     for (size_t t = 0; t < sizeof tokens / sizeof *tokens; t++) {
         for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
             for (int route = 0; route < 3; route++) {
@@ -602,6 +640,7 @@ static int open_gpu(void **state)
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_every_kernel),
         cmocka_unit_test(test_every_preset_on_every_value_format),
         cmocka_unit_test(test_every_switch_alone),
         cmocka_unit_test(test_forward_options),

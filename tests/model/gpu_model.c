@@ -8,6 +8,7 @@
  * far from the CPU as the CPU from itself with an embedding that differs in last places. Weights are small there, so
  * that this is little. Leaving out or doubling one term of any backward moves a tensor by more than .1
  * (tests/model/test_model_gradient.c). */
+#include "model/model_cuda.h"
 #include "tests/model/model_cases_cuda.h"
 
 #include <stdlib.h>
@@ -261,6 +262,39 @@ static void test_evaluation_and_logits(void **state)
     finish();
 }
 
+/* The sums of samples alone, longer and shorter than a block of threads; also what racecheck sees of this kernel. */
+static void test_losses_of_samples(void **state)
+{
+    enum { BATCH = 3, LONGEST = 700 };
+    static const int64_t lengths[] = {1, 255, 256, LONGEST};
+    float losses[BATCH * LONGEST];
+    int32_t targets[BATCH * LONGEST];
+    (void)state;
+    for (int i = 0; i < BATCH * LONGEST; i++) {
+        losses[i] = (float)(i * 7919 % 1000) * 0x1p-7f;
+        targets[i] = i % 5 == 3 ? -1 : i;
+    }
+    float *d_losses = gpu_array(cuda, losses, sizeof losses);
+    int32_t *d_targets = gpu_array(cuda, targets, sizeof targets);
+    struct model_loss_row *d_rows = gpu_array(cuda, NULL, BATCH * sizeof *d_rows), rows[BATCH];
+    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
+        model_loss_rows_cuda(d_losses, d_targets, BATCH, lengths[i], d_rows, cuda);
+        gpu_fetch(cuda, rows, d_rows, sizeof rows);
+        for (int64_t b = 0; b < BATCH; b++) { /* sums of few bits: exact in any order */
+            struct model_loss_row want = {0};
+            for (int64_t t = b * lengths[i]; t < (b + 1) * lengths[i]; t++) {
+                want.loss_sum += targets[t] < 0 ? 0 : (double)losses[t];
+                want.valid += targets[t] >= 0;
+            }
+            expect(rows[b].loss_sum == want.loss_sum && rows[b].valid == want.valid, "losses", "of a sample");
+        }
+    }
+    cuda_free(d_losses);
+    cuda_free(d_targets);
+    cuda_free(d_rows);
+    finish();
+}
+
 struct seen {
     struct gpu_fixture *f;
     int count, layers[8];
@@ -333,7 +367,7 @@ int main(int argc, char **argv)
         GPU_TEST(test_shapes_the_gpu_refuses),       GPU_TEST(test_gradients_are_those_of_the_cpu),
         GPU_TEST(test_odd_lengths_and_batches),      GPU_TEST(test_a_batch_is_near_the_sum_of_its_samples),
         GPU_TEST(test_evaluation_and_logits),        GPU_TEST(test_layers_are_announced_when_they_are_final),
-        GPU_TEST(test_routes_of_the_gpus_attention),
+        GPU_TEST(test_routes_of_the_gpus_attention), GPU_TEST(test_losses_of_samples),
     };
     cases_start(argc, argv);
     return cmocka_run_group_tests(tests, NULL, NULL);
