@@ -3,6 +3,7 @@
 
 extern "C" {
 #include "attention/attention_bwd_sm90.h"
+#include "attention/attention_cpu.h"
 }
 
 /* ---- shared memory ---------------------------------------------------------------------------------------- */
@@ -55,7 +56,7 @@ static __device__ void load(const struct bwd_plan &p, const struct unit &u, cons
         bulk_load(s.base + AT_STATS + r.stage * BWD_STATISTICS * 4, p.stats + at * BWD_STATISTICS, BWD_STATISTICS * 4,
                   barrier);
         walk_next(p, u, w);
-        ring_next(r);
+        ring_next<BWD_STAGES>(r);
     }
 }
 
@@ -165,7 +166,7 @@ static __device__ __forceinline__ void compute(const struct bwd_plan &p, const s
         wgmma_fence();
         accumulate(dk, dsx, operand_mn_major(q, ROWS_Q / 2));
         const int stage = r.stage, before = (i + BWD_DS_BUFFERS - 1) % BWD_DS_BUFFERS;
-        ring_next(r);
+        ring_next<BWD_STAGES>(r);
         if (i > 0) {
             ds_wait(s, i - 1);
         }
@@ -236,24 +237,30 @@ static int heads_together(const struct attention_shape *shape, int blocks, bool 
     return shape->causal && unordered && blocks < 256 ? 256 / blocks : 1;
 }
 
-static struct bwd_plan plan_of(const struct attention_shape *shape, bool unordered, void *scratch, size_t *bytes)
+/* fp8: no sums of dQ. */
+static struct bwd_plan plan_of(const struct attention_shape *shape, bool unordered, bool fp8, void *scratch,
+                               size_t *bytes)
 {
     struct bwd_plan p = {};
+    struct carve carve = {};
+    carve.base = (unsigned char *)scratch;
     p.tokens = (int)shape->tokens;
     p.heads = (int)shape->heads;
     p.kv_heads = (int)shape->kv_heads;
     p.units = (int)(shape->batch * shape->kv_heads);
     p.tiles = (int)((shape->tokens + BWD_QUERIES - 1) / BWD_QUERIES);
     p.blocks = (int)((shape->tokens + BWD_KEYS - 1) / BWD_KEYS);
-    p.heads_together = heads_together(shape, p.blocks, unordered);
+    p.heads_together = heads_together(shape, p.blocks, unordered || fp8);
     p.causal = shape->causal;
     p.c = (float)((double)shape->softmax_scale * 1.4426950408889634);
     p.scale = shape->softmax_scale;
-    const int64_t tiles = shape->batch * shape->heads * p.tiles;
-    p.dq = (float *)scratch;
-    p.stats = p.dq + tiles * BWD_TILE;
-    p.turns = (uint32_t *)(p.stats + tiles * BWD_STATISTICS);
-    *bytes = ((size_t)tiles * (BWD_TILE + BWD_STATISTICS + 2) * 4 + 255) / 256 * 256;
+    const size_t tiles = (size_t)(shape->batch * shape->heads) * p.tiles;
+    p.stats = (float *)carve_take(&carve, tiles * BWD_STATISTICS * sizeof *p.stats);
+    if (!fp8) {
+        p.dq = (float *)carve_take(&carve, tiles * BWD_TILE * sizeof *p.dq);
+        p.turns = (uint32_t *)carve_take(&carve, tiles * 2 * sizeof *p.turns);
+    }
+    *bytes = carve.used;
     return p;
 }
 
@@ -294,8 +301,9 @@ extern "C" size_t attention_bwd_scratch_bytes_sm90(const struct attention_shape 
                                                    const struct attention_recipe *recipe)
 {
     size_t bytes, more = 0;
-    struct bwd_plan p = plan_of(shape, false, NULL, &bytes);
-    if (recipe->backward != BWD_BF16) {
+    const bool fp8 = recipe->backward != BWD_BF16;
+    struct bwd_plan p = plan_of(shape, false, fp8, NULL, &bytes);
+    if (fp8) {
         (void)bwd8_plan_of(p, recipe, NULL, &more);
     }
     return bytes + more;
@@ -304,20 +312,19 @@ extern "C" size_t attention_bwd_scratch_bytes_sm90(const struct attention_shape 
 extern "C" void attention_bwd_sm90(const struct attention_bwd *a)
 {
     size_t bytes, more;
-    struct bwd8_plan p = {};
-    p.b = plan_of(&a->shape, a->unordered, a->scratch, &bytes);
-    p.b.dk = a->dk;
-    p.b.dv = a->dv;
-    if (a->recipe->backward != BWD_BF16) {
-        p = bwd8_plan_of(p.b, a->recipe, (char *)a->scratch + bytes, &more);
-        bwd8_run(a, p);
+    const bool fp8 = a->recipe->backward != BWD_BF16;
+    struct bwd_plan p = plan_of(&a->shape, a->unordered, fp8, a->scratch, &bytes);
+    p.dk = a->dk;
+    p.dv = a->dv;
+    if (fp8) {
+        bwd8_run(a, bwd8_plan_of(p, a->recipe, (char *)a->scratch + bytes, &more));
+        return;
+    }
+    bwd_prepare(a, p);
+    if (a->unordered) {
+        launch<false>(a, p);
     } else {
-        bwd_prepare(a, p.b);
-        if (a->unordered) {
-            launch<false>(a, p.b);
-        } else {
-            launch<true>(a, p.b);
-        }
+        launch<true>(a, p);
     }
     bwd_finish(a, p);
 }

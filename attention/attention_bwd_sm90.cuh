@@ -1,9 +1,10 @@
 /* attention: what the files of the Hopper backward share (head_dim 128). For attention_bwd_sm90*.cu only.
  *
  * Unit of work: 128 keys of one kv head. It walks over 64-query tiles of each query head of its group; dK and dV stay
- * in registers. dQ of a tile is added up in global memory, FP32, in the order in which accumulators lie in registers:
- * tile (b, h, t) holds two halves of 64 features; float4 number ((half * 4 + warp) * 8 + j) * 32 + lane is
- * d[4 j .. 4 j + 3] of that thread (attention/sm90.cuh). */
+ * in registers. dQ, on the BF16 route: of a tile it is added up in global memory, FP32, in the order in which
+ * accumulators lie in registers: tile (b, h, t) holds two halves of 64 features; float4 number
+ * ((half * 4 + warp) * 8 + j) * 32 + lane is d[4 j .. 4 j + 3] of that thread (attention/sm90.cuh). On FP8 routes dS is
+ * stored, and a second kernel makes dQ (attention_bwd_sm90_dq.cu). */
 #pragma once
 
 #include "attention/sm90.cuh"
@@ -26,9 +27,9 @@ struct bwd_plan {
     int heads_together;                 /* kv heads whose blocks are in flight at the same time, for the L2 cache */
     bool causal;
     float c, scale;  /* base-2 score of q.k; softmax_scale */
-    float *dq;       /* (B, H, tiles, BWD_TILE); zero before the kernel only where sums have no order */
+    float *dq;       /* BF16: (B, H, tiles, BWD_TILE); zero before the kernel only where sums have no order */
     float *stats;    /* (B, H, tiles, BWD_STATISTICS) */
-    uint32_t *turns; /* (B, H, tiles, 2): ordered sums: blocks that have added their half of the features */
+    uint32_t *turns; /* BF16: (B, H, tiles, 2): ordered sums: blocks that have added their half of the features */
     struct head_view dk, dv;
 };
 
@@ -149,9 +150,9 @@ struct ring {
     uint32_t parity;
 };
 
-static __device__ __forceinline__ void ring_next(struct ring &r)
+template <int STAGES> static __device__ __forceinline__ void ring_next(struct ring &r)
 {
-    if (++r.stage == BWD_STAGES) {
+    if (++r.stage == STAGES) {
         r.stage = 0;
         r.parity ^= 1;
     }

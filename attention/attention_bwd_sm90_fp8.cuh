@@ -6,6 +6,8 @@
  *                                Q col  128 x 64 E4M3, likewise
  *   keys (b, kv head, block of 128): V row 128 x 128 E4M3, SWIZZLE_128B
  *                                K col 128 x 128 E4M3, keys of each 16 in order pi2, SWIZZLE_128B
+ *   dS (launch's query head, pair of tiles, block of keys, tile): 64 queries x 128 keys E4M3, keys of each 16 in order
+ *                                pi2, SWIZZLE_128B
  * pi1 = 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15: two accumulator groups of S^T, packed, are an A register of the next
  * product. pi2 = 0 8 1 9 2 10 .. 7 15: two packed registers, rows g and g + 8, are an element of a transposing
  * stmatrix. Rows beyond the sequence are zero. */
@@ -13,10 +15,16 @@
 
 #include "attention/attention_bwd_sm90.cuh"
 
+extern "C" {
+#include "attention/attention_cpu.h"
+}
+
 enum {
     BWD8_ROW = BWD_TILE,         /* bytes of dO row, dO col, Q col */
     BWD8_QUERIES = 3 * BWD8_ROW, /* of a tile of queries */
     BWD8_KEYS = 2 * BWD_KEYS * BWD_FEATURES,
+    BWD8_DS = BWD_QUERIES * BWD_KEYS, /* of dS of a tile of queries and a block of keys */
+    BWD8_PAIR = 2 * BWD8_DS,          /* of two tiles: 128 queries */
 };
 
 /* The powers of two of one kv head. */
@@ -53,6 +61,10 @@ struct bwd8_plan {
     struct bwd_facts *facts; /* of each (b, kv head) */
     uint8_t *queries, *keys;
     uint8_t *score_q, *score_k; /* rows of Q and K as E4M3, tile by tile, SWIZZLE_128B; NULL unless score_e4m3 */
+    const float *q_inverse, *k_inverse; /* score_e4m3: multipliers of the codes that scores multiply, of each head */
+    /* dS is kept for `together` units at a time, so that scratch stays bounded. */
+    uint8_t *ds;
+    int together;
 };
 
 static __device__ __forceinline__ struct bwd_lifts lifts_of(const struct bwd8_plan &p, int unit)
@@ -60,25 +72,55 @@ static __device__ __forceinline__ struct bwd_lifts lifts_of(const struct bwd8_pl
     return p.facts[unit].lifts;
 }
 
-/* Enqueues everything up to the operands, statistics and, where asked, a zero dQ. K and V as the recipe's views want
+/* Pairs of tiles and blocks of keys of one query head: causal ones where the block is seen. */
+static __host__ __device__ __forceinline__ int64_t pairs_of_head(const struct bwd_plan &p)
+{
+    return p.causal ? (int64_t)p.blocks * (p.blocks + 1) / 2 : (int64_t)p.blocks * p.blocks;
+}
+
+/* Where dS of a pair of tiles lies, for block 0; the next blocks follow. head: of the launch. */
+static __device__ __forceinline__ uint8_t *pair_at(const struct bwd8_plan &p, int head, int pair)
+{
+    const int64_t before = p.b.causal ? (int64_t)pair * (pair + 1) / 2 : (int64_t)pair * p.b.blocks;
+    return p.ds + (head * pairs_of_head(p.b) + before) * BWD8_PAIR;
+}
+
+/* [Matrix Descriptor] of a tile as operand_k_major makes it, `at` bytes behind `base`, and of a stage: one addition to
+ * what the loop keeps. Likewise operand_k_major_64. */
+static __device__ __forceinline__ uint64_t operand_at(uint32_t base, uint32_t at, uint32_t stage = 0,
+                                                      uint32_t bytes = 0)
+{
+    return (uint64_t)(1024u >> 4 | OPERAND_SWIZZLE_128 << 30) << 32 |
+           ((base >> 4) + (at >> 4 | 1u << 16) + stage * (bytes >> 4));
+}
+
+static __device__ __forceinline__ uint64_t operand_64_at(uint32_t base, uint32_t at, uint32_t stage, uint32_t bytes)
+{
+    return (uint64_t)(512u >> 4 | (uint32_t)OPERAND_SWIZZLE_64 << 30) << 32 |
+           ((base >> 4) + (at >> 4 | 1u << 16) + stage * (bytes >> 4));
+}
+
+/* Enqueues everything up to the operands and statistics. K and V as the recipe's views want
  * them. */
 struct bwd8_inputs {
     struct head_view q, k, v, out, dout; /* q, k: of the gradient views; v: of dP */
     struct head_view score_q, score_k;   /* as scores multiply them */
     const float *lse;
-    bool zero_dq = true;      /* ordered sums need none: add_in_turn */
     const float *amax = NULL; /* (B, H + 2 Hkv) of a head of q, k (attention_bwd.amax), or NULL: found */
 };
 void bwd8_publish(const struct cuda *on, const struct bwd8_plan &p, const struct bwd8_inputs &in);
 
-/* The kernel's half of the plan (attention_bwd_sm90_fp8.cu), and the bytes of scratch it takes. run publishes, and
- * leaves dK, dV, and dQ in p.b.dq, the latter times lifts. */
+/* The kernels' half of the plan (attention_bwd_sm90_fp8.cu), and the bytes of scratch it takes. run publishes, and
+ * makes dQ, dK, dV. */
 struct bwd8_plan bwd8_plan_of(const struct bwd_plan &base, const struct attention_recipe *recipe, void *scratch,
                               size_t *bytes);
-void bwd8_run(const struct attention_bwd *a, const struct bwd8_plan &p);
+void bwd8_run(const struct attention_bwd *a, struct bwd8_plan p);
 extern "C" const char *attention_bwd_fp8_refuses_sm90(const struct attention_recipe *recipe);
 
-/* Before and after the kernel (attention_bwd_sm90_rows.cu): statistics and a zero dQ of the BF16 route; dQ in its
- * place, rounded once, on every route (facts NULL: no lifts). */
+/* dQ of `units` units from `first` on, from their dS (attention_bwd_sm90_dq.cu). */
+void bwd8_dq(const struct cuda *on, const struct bwd8_plan &p, const struct head_view &dq, int first, int units);
+
+/* Before and after the kernel of the BF16 route (attention_bwd_sm90_rows.cu): statistics and a zero dQ; dQ in its
+ * place, rounded once. */
 void bwd_prepare(const struct attention_bwd *a, const struct bwd_plan &p);
-void bwd_finish(const struct attention_bwd *a, const struct bwd8_plan &p);
+void bwd_finish(const struct attention_bwd *a, const struct bwd_plan &p);

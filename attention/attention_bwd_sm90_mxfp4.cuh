@@ -74,14 +74,16 @@ static __device__ __forceinline__ uint32_t e2m1_halves(float y0, float y1, uint3
     return halves;
 }
 
-/* Scores (masked ones -Inf) become represented P times 2^MXFP4_SHIFT (and 6 for the amplitude family), exactly in x and
- * as A registers in E5M2. */
+/* Represented P times 2^MXFP4_SHIFT (and 6 for the amplitude family) as A registers in E5M2, from base-2 scores less
+ * the row's statistic (masked ones -Inf), which are used up. */
 template <enum p_code CODE>
-static __device__ __forceinline__ void mxfp4_codes(float (&x)[32], const float2 *from, float c, char *shared, int wg,
-                                                   uint32_t (&codes)[8])
+static __device__ __forceinline__ void mxfp4_codes(float (&x)[32], char *shared, int wg, uint32_t (&codes)[8])
 {
     uint32_t e[8], halves[16];
-    exponentials(x, from, c);
+#pragma unroll
+    for (int j = 0; j < 32; j++) {
+        x[j] = exp2_fast(x[j]);
+    }
     block_exponents<CODE>(x, shared, wg, e);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
@@ -91,9 +93,6 @@ static __device__ __forceinline__ void mxfp4_codes(float (&x)[32], const float2 
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const uint32_t pair = e2m1_halves(x[4 * j + 2 * h] * low, x[4 * j + 2 * h + 1] * high, e[j] << 3);
-            const float2 values = __half22float2(*reinterpret_cast<const __half2 *>(&pair));
-            x[4 * j + 2 * h] = values.x;
-            x[4 * j + 2 * h + 1] = values.y;
             halves[2 * j + h] = pair;
         }
     }

@@ -143,18 +143,8 @@ static __device__ __forceinline__ void publish_queries(const struct bwd8_plan &p
     load_rows<4>(out, in.out, batch, head, first, T, true);
     load_rows<4>(q, in.q, batch, head, first, T, true);
     if (threadIdx.x / BWD_QUERIES == 1) {
-        if (threadIdx.x % BWD_QUERIES < 2) {
-            p.b.turns[at * 2 + threadIdx.x % BWD_QUERIES] = 0;
-        }
         start_rows(p, in.lse + ((int64_t)batch * p.b.heads + head) * T + first, threadIdx.x % BWD_QUERIES, left, stats,
                    folds);
-    }
-    float4 *dq = reinterpret_cast<float4 *>(p.b.dq + at * BWD_TILE) + threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < BWD_TILE / 4 / PUBLISH_THREADS; i++) {
-        if (in.zero_dq) { /* predicates: a branch around the loop costs registers */
-            __stcs(dq + i * PUBLISH_THREADS, make_float4(0, 0, 0, 0));
-        }
     }
     const struct bwd_lifts l = wait_for_lifts(p, unit);
     float r[4];

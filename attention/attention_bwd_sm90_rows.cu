@@ -53,26 +53,20 @@ static __global__ void __launch_bounds__(256)
     }
 }
 
-/* Block: one tile. dQ in its place, times softmax_scale (less the lifts of the FP8 route), rounded once. */
-static __global__ void __launch_bounds__(256) finish_kernel(struct bwd8_plan plan, struct head_view dq)
+/* Block: one tile. dQ in its place, times softmax_scale, rounded once. */
+static __global__ void __launch_bounds__(256) finish_kernel(struct bwd_plan p, struct head_view dq)
 {
-    const struct bwd_plan &p = plan.b;
     __shared__ __align__(16) bf16 rows[BWD_QUERIES][BWD_FEATURES + 8];
     const int tile = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
     const int64_t at = ((int64_t)batch * p.heads + head) * p.tiles + tile;
     const float4 *x = reinterpret_cast<const float4 *>(p.dq + at * BWD_TILE);
-    float factor = p.scale;
-    if (plan.facts != NULL) {
-        const struct bwd_lifts l = lifts_of(plan, batch * p.kv_heads + head / (p.heads / p.kv_heads));
-        factor = p.scale / (l.ds * l.k);
-    }
 #pragma unroll
     for (int i = 0; i < BWD_TILE / 4 / 256; i++) {
         const int n = i * 256 + threadIdx.x, lane = n & 31, j = (n >> 5) & 7, warp = (n >> 8) & 3;
         const int row = 16 * warp + (lane >> 2), column = (n >> 10) * 64 + 8 * j + 2 * (lane & 3);
         float4 v = x[n];
-        *reinterpret_cast<uint32_t *>(&rows[row][column]) = pack_bf16(v.x * factor, v.y * factor);
-        *reinterpret_cast<uint32_t *>(&rows[row + 8][column]) = pack_bf16(v.z * factor, v.w * factor);
+        *reinterpret_cast<uint32_t *>(&rows[row][column]) = pack_bf16(v.x * p.scale, v.y * p.scale);
+        *reinterpret_cast<uint32_t *>(&rows[row + 8][column]) = pack_bf16(v.z * p.scale, v.w * p.scale);
     }
     __syncthreads();
     bf16 *y = dq.data + batch * dq.batch_stride + head * dq.head_stride;
@@ -97,8 +91,8 @@ void bwd_prepare(const struct attention_bwd *a, const struct bwd_plan &p)
     cuda_launched(a->cuda, "attention backward, statistics");
 }
 
-void bwd_finish(const struct attention_bwd *a, const struct bwd8_plan &p)
+void bwd_finish(const struct attention_bwd *a, const struct bwd_plan &p)
 {
-    finish_kernel<<<tiles_of(p.b), 256, 0, a->cuda->stream>>>(p, a->dq);
+    finish_kernel<<<tiles_of(p), 256, 0, a->cuda->stream>>>(p, a->dq);
     cuda_launched(a->cuda, "attention backward, dQ");
 }
