@@ -93,8 +93,6 @@ static __device__ __noinline__ struct bwd_lifts lifts_from(const struct bwd_rule
     l.q = r.view_fixed ? 4.0f : pow2_scale_of(__uint_as_float(f.q), E4M3_MAX);
     l.k = r.view_fixed ? 4.0f : pow2_scale_of(__uint_as_float(f.k), E4M3_MAX);
     l.v = v;
-    l.score_q = pow2_scale_of(__uint_as_float(f.score_q), E4M3_MAX);
-    l.score_k = pow2_scale_of(__uint_as_float(f.score_k), E4M3_MAX);
     const float bound = 2.0f * __uint_as_float(f.dout_norm) * (__uint_as_float(f.v_norm) / r.value_unit);
     l.ds = r.ds_fixed ? 256.0f * scale : !(bound > 0) ? 1.0f : 16.0f * fminf(pow2_scale_of(bound, E4M3_MAX), 0x1p100f);
     return l;
@@ -103,7 +101,7 @@ static __device__ __noinline__ struct bwd_lifts lifts_from(const struct bwd_rule
 /* ---- maxima ------------------------------------------------------------------------------------------------ */
 
 /* The facts of the rows that one thread has seen, numbered as struct bwd_facts. */
-enum { FACT_DOUT, FACT_DOUT_NORM, FACT_Q, FACT_K, FACT_V, FACT_V_NORM, FACT_SCORE_Q, FACT_SCORE_K, FACTS };
+enum { FACT_DOUT, FACT_DOUT_NORM, FACT_Q, FACT_K, FACT_V, FACT_V_NORM, FACTS };
 
 /* `most`, and the magnitudes of N x 8 BF16 values: two maxima side by side; bits of |x| grow with |x|, NaN above all.
  */
@@ -295,10 +293,6 @@ static __device__ __forceinline__ void measure(const struct bwd8_plan &p, const 
             load_heads(x, in.q, batch, head, end, first, T);
             most[FACT_Q] = amax2<8>(most[FACT_Q], x);
         }
-        if (p.rules.score_e4m3) {
-            load_heads(x, in.score_q, batch, head, end, first, T);
-            most[FACT_SCORE_Q] = amax2<8>(most[FACT_SCORE_Q], x);
-        }
     }
     load_rows<2>(y, in.v, batch, kv, first, T, false);
     y[2] = y[0]; /* norms are taken of four */
@@ -309,12 +303,7 @@ static __device__ __forceinline__ void measure(const struct bwd8_plan &p, const 
         load_rows<2>(y, in.k, batch, kv, first, T, false);
         most[FACT_K] = amax1(amax2<2>(0, y));
     }
-    if (p.rules.score_e4m3) {
-        load_rows<2>(y, in.score_k, batch, kv, first, T, false);
-        most[FACT_SCORE_K] = amax1(amax2<2>(0, y));
-    }
     most[FACT_Q] = amax1(most[FACT_Q]);
-    most[FACT_SCORE_Q] = amax1(most[FACT_SCORE_Q]);
     if (raise(p.facts + unit, most) == (uint32_t)fact_blocks(T) - 1) {
         conclude(p, in, unit);
     }

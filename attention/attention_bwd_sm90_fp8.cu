@@ -473,10 +473,6 @@ struct bwd8_plan bwd8_plan_of(const struct bwd_plan &base, const struct attentio
     p.together = units_together(base);
     p.ds = (uint8_t *)carve_take(&carve, (size_t)p.together * (base.heads / base.kv_heads) *
                                              (size_t)pairs_of_head(base) * BWD8_PAIR);
-    if (p.rules.score_e4m3) {
-        p.score_q = (uint8_t *)carve_take(&carve, tiles * BWD8_ROW);
-        p.score_k = (uint8_t *)carve_take(&carve, (size_t)base.units * base.blocks * (BWD8_KEYS / 2));
-    }
     *bytes = carve.used;
     return p;
 }
@@ -526,8 +522,6 @@ void bwd8_run(const struct attention_bwd *a, struct bwd8_plan p)
     in.q = lift ? q : a->q;
     in.k = lift ? k : a->k;
     in.v = p.rules.value_e4m3 ? a->v : v;
-    in.score_q = q;
-    in.score_k = k;
     in.out = a->out;
     in.dout = a->dout;
     in.lse = a->lse_log2;

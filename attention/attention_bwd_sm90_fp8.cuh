@@ -29,13 +29,12 @@ enum {
 
 /* The powers of two of one kv head. */
 struct bwd_lifts {
-    float dout, q, k, v, ds, score_q, score_k;
+    float dout, q, k, v, ds;
 };
 
 /* Maxima over one kv head and its query heads, as bits of non-negative floats; zero to begin with. */
 struct bwd_facts {
     uint32_t dout, dout_norm, q, k, v, v_norm; /* _norm: largest norm of a row */
-    uint32_t score_q, score_k;                 /* operands of the scores, where those are E4M3 */
     uint32_t measured;                         /* blocks that went into them, plus 1 when lifts are known */
     uint32_t begun;                            /* of the first: blocks of publishing that have begun */
     struct bwd_lifts lifts;
@@ -60,7 +59,6 @@ struct bwd8_plan {
     float ds_factor, dv_factor;
     struct bwd_facts *facts; /* of each (b, kv head) */
     uint8_t *queries, *keys;
-    uint8_t *score_q, *score_k; /* rows of Q and K as E4M3, tile by tile, SWIZZLE_128B; NULL unless score_e4m3 */
     const float *q_inverse, *k_inverse; /* score_e4m3: multipliers of the codes that scores multiply, of each head */
     /* dS is kept for `together` units at a time, so that scratch stays bounded. */
     uint8_t *ds;
@@ -104,7 +102,6 @@ static __device__ __forceinline__ uint64_t operand_64_at(uint32_t base, uint32_t
  * them. */
 struct bwd8_inputs {
     struct head_view q, k, v, out, dout; /* q, k: of the gradient views; v: of dP */
-    struct head_view score_q, score_k;   /* as scores multiply them */
     const float *lse;
     const float *amax = NULL; /* (B, H + 2 Hkv) of a head of q, k (attention_bwd.amax), or NULL: found */
 };

@@ -83,13 +83,12 @@ typedef code_tile<BWD_KEYS> key_codes;
 
 enum { CODE_BYTES = 2 * query_codes::BYTES > key_codes::BYTES ? 2 * query_codes::BYTES : key_codes::BYTES };
 
-/* Rows of a tile of x, times lift, as E4M3 in SWIZZLE_128B. */
-template <int ROWS>
-static __device__ __forceinline__ void put_rows(const uint4 (&x)[ROWS / PUBLISH_ROWS], float lift, int left,
+/* 128 rows of x, times lift, as E4M3 in SWIZZLE_128B. */
+static __device__ __forceinline__ void put_rows(const uint4 (&x)[BWD_KEYS / PUBLISH_ROWS], float lift, int left,
                                                 uint8_t *to)
 {
 #pragma unroll
-    for (int i = 0; i < ROWS / PUBLISH_ROWS; i++) {
+    for (int i = 0; i < BWD_KEYS / PUBLISH_ROWS; i++) {
         const int row = i * PUBLISH_ROWS + threadIdx.x / 16;
         __stcs(reinterpret_cast<uint2 *>(to + swizzle_128(row, (threadIdx.x & 15) * 8)),
                only_if(row < left, encode8(x[i], lift)));
@@ -170,10 +169,6 @@ static __device__ __forceinline__ void publish_queries(const struct bwd8_plan &p
     for (int i = 0; i < 4; i++) {
         __stcs(reinterpret_cast<uint4 *>(to + (1 + view) * BWD8_ROW + swizzle_64(4 * word + i, chunk * 16)), y[i]);
     }
-    if (p.rules.score_e4m3) {
-        load_rows<4>(q, in.score_q, batch, head, first, T, true);
-        put_rows<BWD_QUERIES>(q, l.score_q, left, p.score_q + at * BWD8_ROW);
-    }
 }
 
 /* Block: 128 keys of one kv head. */
@@ -193,7 +188,7 @@ static __device__ __forceinline__ void publish_keys(const struct bwd8_plan &p, c
         key_codes::put(codes, row, only_if(row < left, encode8(x[i], l.k)));
     }
     load_rows<BWD_KEYS / PUBLISH_ROWS>(x, in.v, batch, kv, first, T, true);
-    put_rows<BWD_KEYS>(x, l.v, left, to);
+    put_rows(x, l.v, left, to);
     __syncthreads();
     const int word = threadIdx.x / 8, chunk = threadIdx.x & 7;
     uint4 y[4];
@@ -201,10 +196,6 @@ static __device__ __forceinline__ void publish_keys(const struct bwd8_plan &p, c
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         __stcs(reinterpret_cast<uint4 *>(to + BWD8_KEYS / 2 + swizzle_128(4 * word + i, chunk * 16)), y[i]);
-    }
-    if (p.rules.score_e4m3) {
-        load_rows<BWD_KEYS / PUBLISH_ROWS>(x, in.score_k, batch, kv, first, T, true);
-        put_rows<BWD_KEYS>(x, l.score_k, left, p.score_k + at * (BWD8_KEYS / 2));
     }
 }
 

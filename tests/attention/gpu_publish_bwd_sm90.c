@@ -106,6 +106,7 @@ static double difference(const bf16 *x, const bf16 *y, int64_t n)
 
 /* As backward_bound in gpu_sm90_check.h: FP8 sums of 14 bits move one stored dS in 100 to a neighbouring code. */
 #define FP8_BOUND 2e-2
+#define E4M3_SCORES_BOUND 4e-2
 
 /* Compares with the reference, and the call that knows magnitudes with the one that finds them. Returns complaints. */
 static int check(struct cuda *cuda, const struct attention_shape *shape, const struct attention_recipe *recipe,
@@ -165,6 +166,58 @@ static void test_large_values(void **state)
     assert_int_equal(complaints, 0);
 }
 
+/* Relative L2 difference of one head of (B, T, heads, D). */
+static double head_difference(const struct attention_shape *s, const bf16 *x, const bf16 *y, int64_t head)
+{
+    const int64_t n = s->batch * s->tokens;
+    bf16 *a = malloc((size_t)(2 * n * D) * sizeof(bf16));
+    for (int64_t i = 0; i < n; i++) {
+        memcpy(a + i * D, x + (i * s->heads + head) * D, D * sizeof(bf16));
+        memcpy(a + (n + i) * D, y + (i * s->heads + head) * D, D * sizeof(bf16));
+    }
+    double d = difference(a, a + n * D, n * D);
+    free(a);
+    return d;
+}
+
+/* Query heads of one group whose Q lies up to 17 binades apart, and a K that makes logits of the smaller ones: E4M3
+ * scores rebuild the forward's P only if each head's Q is coded by a power of two of its own, as there. With one for
+ * the group 2^-15 and 2^-17 of its end are 7 and 2 codes. Heads with large logits are sharp, see gpu_sm90_edges. */
+static void test_heads_apart(void **state)
+{
+    static const int binades[] = {0, -17, -9, -15};
+    int complaints = 0;
+    for (int i = 0; i < 3; i++) {
+        struct attention_recipe recipe =
+            recipe_of(i == 2 ? PV_MXFP4 : PV_FP8, i == 1 ? BWD_SAVED_OUTPUT : BWD_REPRESENTED);
+        const struct attention_shape s = {1 + i % 2, 190, 8, 2, D, i != 2, 0.0883883f};
+        struct attention_case c;
+        recipe.qk = QK_NVFP4_E4M3;
+        case_open(&c, &s, &recipe, INPUT_GAUSS, 61);
+        for (int64_t j = 0; j < case_queries(&c); j++) {
+            c.q[j] = bf16_from_float(ldexpf(bf16_to_float(c.q[j]), binades[j / D % 4]));
+        }
+        for (int64_t j = 0; j < case_keys(&c); j++) {
+            c.k[j] = bf16_from_float(ldexpf(bf16_to_float(c.k[j]), 15));
+        }
+        case_forward(&c);
+        case_backward(&c);
+        struct gradients y = run(*state, &c, false);
+        for (int64_t head = 0; head < s.heads; head++) {
+            const double dq = head_difference(&s, y.dq, c.dq, head);
+            const bool sharp = binades[head % 4] > -15;
+            if (!sharp && !(dq <= E4M3_SCORES_BOUND)) {
+                print_message("%s, 2^%d of the group's Q: dq %.2e\n", pv_format_names[recipe.pv], binades[head % 4],
+                              dq);
+                complaints++;
+            }
+        }
+        gradients_free(&y);
+        case_close(&c);
+    }
+    assert_int_equal(complaints, 0);
+}
+
 static int open_gpu(void **state)
 {
     *state = gpu_open();
@@ -179,7 +232,8 @@ static int close_gpu(void **state)
 
 int main(int argc, char **argv)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_groups), cmocka_unit_test(test_large_values)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_groups), cmocka_unit_test(test_large_values),
+                                       cmocka_unit_test(test_heads_apart)};
     gpu_arguments(argc, argv);
     return cmocka_run_group_tests(tests, open_gpu, close_gpu);
 }
