@@ -1,7 +1,8 @@
 /* attention: the Hopper backward, D = 128, for the variant's own files and tests. Others use attention/attention.h.
  *
  * Routes: plain BF16; qk other than bf16 with pv = fp8 or mxfp4 and `represented`, `saved_output` or
- * `saved_output_fixed` (or their switches one by one). The saved state is that of attention_sm90.h, in device memory. */
+ * `saved_output_fixed` (or their switches one by one). The saved state is that of attention_sm90.h, in device memory.
+ */
 #pragma once
 
 #include "attention/attention.h"
