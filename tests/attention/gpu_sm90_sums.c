@@ -3,11 +3,7 @@
  * boundary within the roundings that follow in FP32, and those are at most 1e-4 (docs/numerics.md, sections 10 and 17).
  * Codes are read off outputs as in gpu_sm90_codes.c. Beside it, for the log: how many exact sums would explain. */
 #include "tests/attention/gpu_sm90_check.h"
-#include "tests/attention/wgmma_sum.h"
-
-#include "attention/attention_cpu.h"
-#include "numerics/blocks.h"
-#include "numerics/formats.h"
+#include "tests/attention/gpu_sm90_model.h"
 
 #include <limits.h>
 
@@ -186,19 +182,8 @@ static void one_hot(bf16 *x, int heads, int first, int of, int turn)
 /* What the forward of `c` publishes, from the image of a call that has run. */
 static void published(const struct gpu_case *g, struct operands *x)
 {
-    unsigned char *image = g->gpu->device;
     const struct cuda *on = g->gpu->cuda;
-    const struct attention_operands_sm90 from =
-        attention_fwd_publish_sm90(&(struct attention_fwd){.cuda = on,
-                                                           .shape = g->c->shape,
-                                                           .recipe = &g->c->recipe,
-                                                           .q = view_of(g, IN_Q, image),
-                                                           .k = view_of(g, IN_K, image),
-                                                           .v = view_of(g, IN_V, image),
-                                                           .out = view_of(g, OUT, image),
-                                                           .lse_log2 = (float *)(image + g->lse_at),
-                                                           .saved = image + g->saved_at,
-                                                           .scratch = image + g->scratch_at});
+    const struct attention_operands_sm90 from = published_again(g);
     cuda_download(on, x->q, from.q8, sizeof x->q);
     cuda_download(on, x->k, from.k8, sizeof x->k);
     cuda_download(on, x->q_inverse, from.q_inverse, sizeof x->q_inverse);
