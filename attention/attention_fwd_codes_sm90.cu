@@ -235,8 +235,7 @@ static struct mx_rule mx_rule_of(const struct attention_recipe *recipe)
     struct mx_rule rule;
     rule.bias = amplitude ? 1.0f - 0x1.2b8034p-1f : -2.0f;
     rule.amplitude = amplitude ? 0x1.4ae00ep+1f : 0.0f; /* fl32(log2 6) */
-    rule.a = recipe->affine_a;
-    rule.b = recipe->affine_b;
+    rule.line = direct_line_of(recipe);
     return rule;
 }
 

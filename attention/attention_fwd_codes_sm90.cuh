@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attention/attention_fwd_sm90.cuh"
+#include "attention/direct_p_sm90.cuh"
 
 /* How P becomes codes: E4M3 of 2^(t - a + 8), or E2M1 with a power of two per 32 keys, carried in E5M2 as
  * q 2^(E - a + 13). A block with E below a - 26 is coded as if E were that. */
@@ -18,7 +19,7 @@ enum code_kind { CODES_FP8, CODES_MX_EXACT, CODES_MX_CODE_SPACE, CODES_MX_AFFINE
 struct mx_rule {
     float bias;      /* a block's exponent is floor(max + bias): 1 - log2 1.5, to the nearest power of two; OCP: -2 */
     float amplitude; /* added to x: log2 6; OCP 0 */
-    float a, b;      /* of the affine map */
+    struct direct_line line;
 };
 
 /* floor and ceil by the rounding of one addition, for magnitudes below 2^22 (the instruction made for it has the
@@ -138,60 +139,61 @@ __device__ __forceinline__ uint32_t upper_bytes(uint32_t low, uint32_t high)
     return bytes_by(low, high, 0x7531);
 }
 
-/* Eight values y 2^-14, y in [0, 10), to E2M1(y) as the table says, four a register. Truncation to FP16 has 2^-14 as
- * its least normal number, so that upper bytes b of FP16 codes are E2M1 codes with one more bit of mantissa: (b + 1) /
- * 2 rounds (ties, which go up, cannot occur in 2^x but for x = -2), and 8 - (b + 1) / 2 = (16 - b) / 2, never negative,
- * counts from the largest: 8, a zero, as a selector of bytes takes the sign of byte 0, 1 to 7 and 0 (6 for 8) a value.
- * Values 0, 2, 4, 6 come to the lower nibbles of bytes, the others to the upper ones. */
+/* Eight values y 2^-14, y below 10, to E2M1(y) as the table says, four a register. Truncation to FP16 has 2^-14 as its
+ * least normal number, so that upper bytes b of FP16 codes are E2M1 codes with one more bit of mantissa: (b + 1) / 2
+ * rounds (exact ties, which go up, cannot occur in 2^x but for x = -2), and 8 - (b + 1) / 2 = (16 - b) / 2, never
+ * negative, counts from the largest: 8, a zero, as a selector of bytes takes the sign of byte 0, 1 to 7 and 0 (6 for 8)
+ * a value. Values 0, 2, 4, 6 come to the lower nibbles of bytes, the others to the upper ones. PACK: to FP16. */
+template <uint32_t (*PACK)(float, float)>
 __device__ __forceinline__ void e2m1_bytes(const float (&x)[8], struct code_table table, uint32_t &p0, uint32_t &p1)
 {
-    const uint32_t even = upper_bytes(pack_f16_down(x[0], x[2]), pack_f16_down(x[4], x[6]));
-    const uint32_t odd = upper_bytes(pack_f16_down(x[1], x[3]), pack_f16_down(x[5], x[7]));
+    const uint32_t even = upper_bytes(PACK(x[0], x[2]), PACK(x[4], x[6]));
+    const uint32_t odd = upper_bytes(PACK(x[1], x[3]), PACK(x[5], x[7]));
     const uint32_t selector = bits_of_either(0x0f0f0f0fu, (0x10101010u - even) >> 1, 0x80808080u - 8u * odd);
     p0 = bytes_by(table.low, table.high, selector);
     p1 = bytes_by(table.low, table.high, selector >> 16);
 }
 
-/* y in [0, 16) to the nearest E2M1 value, ties to even: spacings are half the binade of y, but never less than 1/2.
- * Adding 1.5 2^22 binades drops all but the multiples of the spacing. */
-__device__ __forceinline__ float e2m1_nearest(float y)
+/* Eight lines of code_space: value i is nibble i of a selector, 8 less its code. Sums of FP16 codes count modulo 2^32
+ * what 1536 adds to each. */
+__device__ __forceinline__ void code_space_bytes(const float (&y)[8], struct code_table table, uint32_t &p0,
+                                                 uint32_t &p1)
 {
-    const float magic = 0x1.8p22f;
-    const float binade = fmaxf(__uint_as_float(__float_as_uint(y) & 0x7f800000u), 1.0f);
-    return fminf(fmaf(binade, -magic, fmaf(binade, magic, y)), 6.0f);
-}
-
-/* u = 2 x + 2.37 to a code by the floor, small codes by their own boundaries, and the code to its value. */
-__device__ __forceinline__ float code_space_value(float u)
-{
-    const float code = fminf(fmaxf(u, 2.0f), 7.5f); /* codes 2 .. 7: value 2^(code / 2 - 1) (1 + code % 2 / 2) */
-    float y = __uint_as_float(__float_as_uint(__fadd_rd(code, 8388608.0f + 252.0f)) << 22);
-    y = u >= 1.539926f ? y : 0.5f;
-    return u >= -1.63f ? y : 0.0f;
+    uint32_t whole[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        whole[i] = pack_f16_down(code_space_whole(y[i]), code_space_whole(y[i + 4]));
+    }
+    const uint32_t sum = (whole[0] + 16u * whole[1]) + 256u * (whole[2] + 16u * whole[3]);
+    const uint32_t selector = 0x88888888u + 0x1111u * 0x10001u * HALF_1536 - sum;
+    p0 = bytes_by(table.low, table.high, selector);
+    p1 = bytes_by(table.low, table.high, selector >> 16);
 }
 
 /* Eight scores of a row, 4 in each word, to two A registers of P V. */
 template <enum code_kind KIND>
-__device__ __forceinline__ void code_words(float (&x)[8], float c, float exponent, struct code_table table, float scale,
+__device__ __forceinline__ void code_words(float (&x)[8], float c, float exponent, struct code_table table,
                                            const struct mx_rule &rule, uint32_t &p0, uint32_t &p1)
 {
-    const float offset = rule.amplitude - (KIND == CODES_MX_EXACT ? 14.0f : 0.0f) - (exponent - WHOLE);
+    if constexpr (KIND == CODES_MX_EXACT) {
+        const float offset = rule.amplitude - 14.0f - (exponent - WHOLE);
 #pragma unroll
-    for (int k = 0; k < 8; k++) {
-        x[k] = fmaf(x[k], c, offset);
-    }
-#pragma unroll
-    for (int k = 0; k < 8; k++) {
-        x[k] = KIND == CODES_MX_EXACT
-                   ? exp2_fast(x[k])
-                   : scale * (KIND == CODES_MX_CODE_SPACE ? code_space_value(fmaf(2.0f, x[k], 2.37f))
-                                                          : e2m1_nearest(fmaxf(fmaf(rule.a, x[k], rule.b), 0.0f)));
-    }
-    if (KIND == CODES_MX_EXACT) {
-        e2m1_bytes(x, table, p0, p1);
+        for (int k = 0; k < 8; k++) {
+            x[k] = exp2_fast(fmaf(x[k], c, offset));
+        }
+        e2m1_bytes<pack_f16_down>(x, table, p0, p1);
     } else {
-        p0 = pack_e5m2(x[0], x[1], x[2], x[3]);
-        p1 = pack_e5m2(x[4], x[5], x[6], x[7]);
+        const float slope = rule.line.slope * c;
+        const float offset = fmaf(rule.line.slope, rule.amplitude - (exponent - WHOLE), rule.line.offset);
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            x[k] = fmaf(x[k], slope, offset);
+        }
+        if (KIND == CODES_MX_AFFINE) {
+            e2m1_bytes<pack_f16_positive>(x, table, p0, p1);
+        } else {
+            code_space_bytes(x, table, p0, p1);
+        }
     }
 }
 
@@ -219,11 +221,9 @@ __device__ __forceinline__ void codes_make(const float (&s)[64], const struct co
                                            const struct mx_rule &rule, uint32_t (&p)[16])
 {
     struct code_table table[2];
-    float scale[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         table[h] = code_table_of(r.exponent[h], r.anchor[h]);
-        scale[h] = exp2_fast(r.exponent[h] - r.anchor[h] + MX_LIFT);
     }
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -235,7 +235,7 @@ __device__ __forceinline__ void codes_make(const float (&s)[64], const struct co
         } else {
             float x[8];
             scores_of_words(s, b, h, x);
-            code_words<KIND>(x, c, r.exponent[h], table[h], scale[h], rule, p[4 * b + h], p[4 * b + h + 2]);
+            code_words<KIND>(x, c, r.exponent[h], table[h], rule, p[4 * b + h], p[4 * b + h + 2]);
         }
     }
 }

@@ -155,15 +155,45 @@ static void read_forward(struct gpu *gpu, const struct attention_recipe *recipe,
     case_close(&c);
 }
 
+enum {
+    MAP_RECIPES = 12,
+    FORWARD_RECIPES = 3 * 9 + 4,
+    PLAIN_RECIPES = 12,
+    BACKWARD_RECIPES = PLAIN_RECIPES + MAP_RECIPES
+};
+
+/* Direct-P: rule, map and, for affine, the paper's constants; then qk. */
+static struct attention_recipe map_recipe(int i)
+{
+    static const float constants[][2] = {{1.50f, 1.20f}, {1.60f, 0.95f}, {1.65f, 0.80f}};
+    struct attention_recipe recipe = recipe_of(PV_MXFP4, BWD_REPRESENTED);
+    recipe.qk = i / 6 == 0 ? QK_NVFP4 : QK_NVFP4_E4M3;
+    recipe.mx_rule = i % 2 == 0 ? MX_NEAREST : MX_OCP;
+    recipe.p_map = i / 2 % 3 == 0 ? P_CODE_SPACE : P_AFFINE;
+    recipe.affine_a = constants[i / 2 % 3 == 1 ? 0 : 1 + i % 2][0];
+    recipe.affine_b = constants[i / 2 % 3 == 1 ? 0 : 1 + i % 2][1];
+    return recipe;
+}
+
+/* qk, then fp8 or mxfp4 with rule and map; behind them affine with other constants. */
+static struct attention_recipe forward_recipe(int i)
+{
+    if (i >= FORWARD_RECIPES - 4) {
+        return map_recipe(i % 2 + (FORWARD_RECIPES - i <= 2 ? 10 : 4));
+    }
+    struct attention_recipe recipe = recipe_of(i % 9 == 0 ? PV_FP8 : PV_MXFP4, BWD_REPRESENTED);
+    recipe.qk = (enum qk_format)(i / 9);
+    recipe.mx_rule = i % 9 > 4 ? MX_OCP : MX_NEAREST;
+    recipe.p_map = i % 9 == 0 ? P_EXACT : (enum p_map)((i % 9 - 1) % 4);
+    return recipe;
+}
+
 static void forward_codes(void **state)
 {
     int bad = 0;
-    for (int i = 0; i < 3 * 9; i++) { /* qk, then fp8 or mxfp4 with rule and map */
-        struct attention_recipe recipe = recipe_of(i % 9 == 0 ? PV_FP8 : PV_MXFP4, BWD_REPRESENTED);
+    for (int i = 0; i < FORWARD_RECIPES; i++) {
+        const struct attention_recipe recipe = forward_recipe(i);
         struct tally t = {0};
-        recipe.qk = (enum qk_format)(i / 9);
-        recipe.mx_rule = i % 9 > 4 ? MX_OCP : MX_NEAREST;
-        recipe.p_map = i % 9 == 0 ? P_EXACT : (enum p_map)((i % 9 - 1) % 4);
         if (recipe.p_map == P_THRESHOLD && recipe.qk != QK_NVFP4) { /* the codes and the kernel of exact */
             continue;
         }
@@ -274,21 +304,6 @@ static void read_backward(struct gpu *gpu, const struct attention_recipe *recipe
     free(probe.codes);
     free(probe.exponents);
     case_close(&c);
-}
-
-enum { PLAIN_RECIPES = 12, MAP_RECIPES = 12, BACKWARD_RECIPES = PLAIN_RECIPES + MAP_RECIPES };
-
-/* Direct-P, rebuilt: rule, map and, for affine, the paper's constants; then qk. */
-static struct attention_recipe map_recipe(int i)
-{
-    static const float constants[][2] = {{1.50f, 1.20f}, {1.60f, 0.95f}, {1.65f, 0.80f}};
-    struct attention_recipe recipe = recipe_of(PV_MXFP4, BWD_REPRESENTED);
-    recipe.qk = i / 6 == 0 ? QK_NVFP4 : QK_NVFP4_E4M3;
-    recipe.mx_rule = i % 2 == 0 ? MX_NEAREST : MX_OCP;
-    recipe.p_map = i / 2 % 3 == 0 ? P_CODE_SPACE : P_AFFINE;
-    recipe.affine_a = constants[i / 2 % 3 == 1 ? 0 : 1 + i % 2][0];
-    recipe.affine_b = constants[i / 2 % 3 == 1 ? 0 : 1 + i % 2][1];
-    return recipe;
 }
 
 /* pv and rule, then the preset: rebuilt codes, and exp2(t - LSE2) in FP8; behind them map_recipe. */

@@ -1,0 +1,50 @@
+/* attention: Direct-P on Hopper, what both passes share: from a straight line in a score to an E2M1 code, without an
+ * exponential (docs/numerics.md, section 5 step 3, producers affine and code_space). For the kernels with MXFP4 codes.
+ *
+ * A line is y = a x + b, x = log2 of what exact codes round, clear of the block's exponent. affine: y is the value, and
+ * comes times 2^-14, so that FP16 codes of it, truncated, are E2M1 codes with more bits of mantissa (2^-14 is the least
+ * normal number). code_space: y = 2 x + 2.37 is the code, and truncation of 1536 + y to FP16 is its floor: between 1024
+ * and 2048 FP16 counts integers. */
+#pragma once
+
+#include "attention/sm90.cuh"
+
+extern "C" {
+#include "attention/recipe.h"
+}
+
+enum { HALF_1536 = 0x6600 }; /* the FP16 code of 1536 */
+
+/* [cvt, .relu] Towards zero; negative ones to zero. */
+__device__ __forceinline__ uint32_t pack_f16_positive(float low, float high)
+{
+    uint32_t y;
+    asm("cvt.rz.relu.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}
+
+/* 1536 + y, rounded down, where the floor of y >= 0 is the code (8: a 7 still). Codes 1 and 2 begin at x = -2 and
+ * -.415037 (y = -1.63, 1.539926): a flatter line has them there, and lies below y itself from y = 2.3 on. Floats of
+ * which one is not negative are ordered like integers. (In place of the maximum, saturating FMAs, which leave the ALU
+ * alone, were no faster; 1536 in both lines was, by 4 %, but their roundings move 2 codes of 100,000.) */
+__device__ __forceinline__ float code_space_whole(float y)
+{
+    const float flat = fmaf(y, 1.0f / 3.169926f, 1.0f + 1.63f / 3.169926f);
+    const int most = __vimax_s32_relu(__float_as_int(y), __float_as_int(flat));
+    return __fadd_rd(__int_as_float(most), 1536.0f);
+}
+
+/* The line of a recipe's map, slope and offset on x; affine times 2^-14. */
+struct direct_line {
+    float slope, offset;
+};
+
+static inline struct direct_line direct_line_of(const struct attention_recipe *recipe)
+{
+    struct direct_line line = {2.0f, 2.37f};
+    if (recipe->p_map == P_AFFINE) {
+        line.slope = recipe->affine_a * 0x1p-14f;
+        line.offset = recipe->affine_b * 0x1p-14f;
+    }
+    return line;
+}
