@@ -2,7 +2,7 @@
  * or, for qk = nvfp4_e4m3, in FP8 (QK8); the other products in FP8. This kernel makes dK and dV, and stores dS, from
  * which attention_bwd_sm90_dq.cu makes dQ: a tile of dS is a quarter of the bytes that additions to a dQ in FP32 would
  * be, and all sums have one order. */
-#include "attention/attention_bwd_sm90_mxfp4.cuh"
+#include "attention/attention_bwd_sm90_maps.cuh"
 
 extern "C" {
 #include "attention/attention_bwd_sm90.h"
@@ -326,6 +326,8 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
         read_statistics(rows, stats_at + stage * (BWD_STATISTICS * 4) + BWD_QUERIES * 4);
         if (CODE == CODE_FP8) {
             fp8_codes(x, px);
+        } else if constexpr (CODE == CODE_AFFINE || CODE == CODE_SPACE) {
+            map_codes<CODE>(x, p.map, s.memory + R::AT_EXPONENTS + (i & 1) * 1024 + wg * 512, wg, px);
         } else {
             mxfp4_codes<CODE>(x, s.memory + R::AT_EXPONENTS + (i & 1) * 1024 + wg * 512, wg, px);
         }
@@ -420,12 +422,16 @@ extern "C" const char *attention_bwd_fp8_refuses_sm90(const struct attention_rec
     if (recipe->pv != PV_FP8 && recipe->pv != PV_MXFP4) {
         return "the Hopper FP8 backward carries pv = fp8 and mxfp4";
     }
-    if (recipe->v_diag != V_DIAG_BLOCKED || recipe->sink_keys_fp8 != 0 || recipe->anchor != ANCHOR_ROW) {
-        return "the Hopper FP8 backward wants v_diag = blocked, sink_keys_fp8 = 0 and anchor = row";
+    if (recipe->v_diag != V_DIAG_BLOCKED || recipe->sink_keys_fp8 != 0) {
+        return "the Hopper FP8 backward wants v_diag = blocked and sink_keys_fp8 = 0";
     }
-    /* Where P is exp2(t - LSE2), the map of the forward's codes is in LSE2 and nowhere else. */
-    if (recipe->bwd_p == BWD_P_CODES && recipe->p_map != P_EXACT && recipe->p_map != P_THRESHOLD) {
-        return "the Hopper FP8 backward rebuilds codes with p_map = exact or threshold only";
+    /* Where P is exp2(t - LSE2), map and anchor of the forward's codes are in LSE2 and nowhere else. */
+    if (recipe->bwd_p == BWD_P_CODES && recipe->p_map == P_ACCURATE) {
+        return "the Hopper FP8 backward rebuilds codes with p_map = exact, threshold, code_space or affine only";
+    }
+    if (recipe->bwd_p == BWD_P_CODES && recipe->anchor != ANCHOR_ROW) {
+        return "the Hopper FP8 backward rebuilds codes with anchor = row only: zero's vanish below 2^-126, sampled's "
+               "depend on a maximum that is not saved";
     }
     if (recipe->pv == PV_MXFP4 && recipe->bwd_p == BWD_P_CODES && recipe->do_format != DO_E4M3) {
         return "the Hopper FP8 backward rebuilds MXFP4 codes with do_format = e4m3 only";
@@ -467,6 +473,7 @@ struct bwd8_plan bwd8_plan_of(const struct bwd_plan &base, const struct attentio
     /* Codes reach 2 in P: 448 is the end. */
     const float unit = recipe->bwd_p == BWD_P_CODES ? attention_unit(recipe) : 1.0f;
     p.rules = rules_of(recipe);
+    p.map = map_of(recipe);
     p.shift = recipe->bwd_p != BWD_P_CODES ? 8.0f : recipe->pv == PV_MXFP4 ? (float)MXFP4_SHIFT : 7.0f;
     p.ds_factor = exp2f(-p.shift) / unit;
     p.dv_factor = exp2f(-p.shift) / unit;
@@ -495,7 +502,11 @@ template <bool QK8>
 static void launch_score(const struct attention_bwd *a, const struct bwd8_plan &p, const struct bwd8_maps &m)
 {
     if (a->recipe->pv == PV_MXFP4 && p.rules.codes) {
-        if (a->recipe->mx_rule == MX_NEAREST) {
+        if (a->recipe->p_map == P_AFFINE) {
+            launch<false, CODE_AFFINE, QK8>(a, p, m);
+        } else if (a->recipe->p_map == P_CODE_SPACE) {
+            launch<false, CODE_SPACE, QK8>(a, p, m);
+        } else if (a->recipe->mx_rule == MX_NEAREST) {
             launch<false, CODE_NEAREST, QK8>(a, p, m);
         } else {
             launch<false, CODE_OCP, QK8>(a, p, m);

@@ -52,9 +52,16 @@ struct bwd_rules {
     float value_unit; /* v holds that many times V */
 };
 
+/* From d = c s - floor(LSE2) to codes, where p_map is affine or code_space (attention_bwd_sm90_maps.cuh): a block's
+ * field E + 29 is floor(max d + whole) - 1507; the line is slope d + (step 2^-24 field + offset). */
+struct bwd_map {
+    float whole, slope, step, offset;
+};
+
 struct bwd8_plan {
     struct bwd_plan b;
     struct bwd_rules rules;
+    struct bwd_map map;
     float shift; /* the code of P is 2^shift P, times ds_factor and dv_factor the value that dS, dV take */
     float ds_factor, dv_factor;
     struct bwd_facts *facts; /* of each (b, kv head) */

@@ -10,8 +10,9 @@
 
 #include "attention/attention_bwd_sm90_fp8.cuh"
 
-/* How P is represented: FP8, or MXFP4 of the amplitude family (nearest exponent) or OCP's. */
-enum p_code { CODE_FP8, CODE_NEAREST, CODE_OCP };
+/* How P is represented: FP8, or MXFP4 of the amplitude family (nearest exponent) or OCP's; or of either by a line
+ * (attention_bwd_sm90_maps.cuh). */
+enum p_code { CODE_FP8, CODE_NEAREST, CODE_OCP, CODE_AFFINE, CODE_SPACE };
 
 /* A code stands for q 2^E, and P is rebuilt without a lift: E <= 1, and what the operand in E5M2 can hold of it (down
  * to 2^-16) and FP16 (2^-24) is more than E4M3 would. Blocks below E = -23 are coded as if E were that. */

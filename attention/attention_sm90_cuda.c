@@ -9,6 +9,14 @@
 
 enum { SM90_HEAD_DIM = 128 };
 
+/* The largest score of a block has x in [2, 3.17), and an exact code of 4 or 6. Lines whose code there is smaller or
+ * has to be cut off leave the range of the backward's exponents, or of the sums that round. */
+static bool far_from_exact(const struct attention_recipe *r)
+{
+    return r->p_map == P_AFFINE &&
+           !(2.0f * r->affine_a + r->affine_b > 3.5f && 3.2f * r->affine_a + r->affine_b < 7.0f);
+}
+
 const char *attention_fwd_refuses_sm90(const struct attention_shape *shape, const struct attention_recipe *recipe)
 {
     if (shape->head_dim != SM90_HEAD_DIM) {
@@ -28,6 +36,10 @@ const char *attention_fwd_refuses_sm90(const struct attention_shape *shape, cons
     }
     if (recipe->p_map == P_ACCURATE) {
         return "p_map=accurate is not written for Hopper; use exact, threshold, code_space or affine";
+    }
+    if (far_from_exact(recipe)) {
+        return "p_map=affine wants 2 affine_a + affine_b above 3.5 and 3.2 affine_a + affine_b below 7: a block's "
+               "largest code must be 4 or 6";
     }
     if (recipe->v_diag != V_DIAG_BLOCKED || recipe->sink_keys_fp8 != 0) {
         return "v_diag must be blocked and sink_keys_fp8 0: one view of V for all rows";
