@@ -24,14 +24,19 @@ takes_part()
     esac
 }
 
-# Into how many parts a program's small cases go.
-parts_of()
+# Into how many parts a program's small cases go, and about how many seconds one takes: the longest begin first.
+plan_of()
 {
     case $1:${2##*/} in
-    racecheck:gpu_fwd | racecheck:gpu_bwd | racecheck:gpu_sm90_*) echo 4 ;;
-    racecheck:gpu_cross_entropy | racecheck:gpu_rmsnorm | racecheck:gpu_linear) echo 2 ;;
-    memcheck:gpu_bwd | memcheck:gpu_gemm | memcheck:gpu_sm90_edges | memcheck:gpu_sm90_inputs) echo 2 ;;
-    *) echo 1 ;;
+    *:gpu_bits) echo 1 60 ;;
+    racecheck:gpu_bwd) echo 6 40 ;;
+    racecheck:gpu_linear) echo 3 25 ;;
+    racecheck:gpu_rmsnorm | racecheck:gpu_cross_entropy) echo 3 30 ;;
+    racecheck:gpu_fwd | racecheck:gpu_sm90_*) echo 4 20 ;;
+    racecheck:gpu_embedding | racecheck:gpu_gradnorm | *:gpu_model | *:gpu_model_bits | memcheck:gpu_rmsnorm) echo 1 30 ;;
+    memcheck:gpu_bwd | memcheck:gpu_gemm | memcheck:gpu_linear | memcheck:gpu_sm90_edges) echo 2 25 ;;
+    racecheck:*) echo 1 15 ;;
+    *) echo 1 10 ;;
     esac
 }
 
@@ -147,13 +152,12 @@ shift
 for tool in $tools; do
     for program in "$@"; do
         if takes_part "$tool" "$program"; then
-            parts=$(parts_of "$tool" "$program")
-            weight=$parts # the longest first
-            [ "${program##*/}" != gpu_bits ] || weight=9
-            i=0
-            while [ "$i" -lt "$parts" ]; do
-                echo "$weight $tool $i/$parts $program"
-                i=$((i + 1))
+            plan_of "$tool" "$program" | while read -r parts seconds; do
+                i=0
+                while [ "$i" -lt "$parts" ]; do
+                    echo "$seconds $tool $i/$parts $program"
+                    i=$((i + 1))
+                done
             done
         fi
     done

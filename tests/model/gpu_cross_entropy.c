@@ -185,6 +185,7 @@ static void test_head_agrees_with_the_cpu(void **state)
         {21, 64, 1000, 32, DTYPE_F32, false, true},
         {16, 128, 16392, 16, DTYPE_F32, false, false},
         {6, 8, 131080, 4, DTYPE_F32, false, false},
+        {3, 8, 131080, 4, DTYPE_F32, false, false}, /* of the sample of --small; one chunk */
         {3, 8, 262144, 4, DTYPE_F32, false, false}, /* registers for longer rows */
         {301, 64, 320, 160, DTYPE_F32, false, false},
     };
