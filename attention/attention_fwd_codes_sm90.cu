@@ -41,8 +41,12 @@ __device__ __forceinline__ void accumulate(struct code_sums &sums, int first, co
 {
     constexpr int outputs = N / 32 * 32; /* the last four are sums of codes */
 #pragma unroll
-    for (int i = 0; i < outputs; i++) {
-        sums.o[first + i] = fmaf(sums.o[first + i], factor[i / 2 % 2], block[i]);
+    for (int h = 0; h < 2; h++) { /* in this order ptxas reads the factor once for two, which is worth 2.5 % */
+#pragma unroll
+        for (int i = 2 * h; i < outputs; i += 4) {
+            sums.o[first + i] = fmaf(sums.o[first + i], factor[h], block[i]);
+            sums.o[first + i + 1] = fmaf(sums.o[first + i + 1], factor[h], block[i + 1]);
+        }
     }
     if (outputs < N) {
         sums.l[0] = fmaf(sums.l[0], factor[0], block[N - 4] + block[N - 3]);
@@ -50,16 +54,17 @@ __device__ __forceinline__ void accumulate(struct code_sums &sums, int first, co
     }
 }
 
-/* Adds P V of a block, which is given back. SPLIT: in two products, so that the first sums are taken on under the
- * second: faster where scores are E4M3, slower where they are not. */
-template <enum code_kind KIND, bool SPLIT>
+/* Adds P V of a block, which is given back; MEANWHILE runs under the products. SPLIT: in two products, so that the
+ * first sums are taken on under the second: faster where scores are E4M3, slower where they are not. */
+template <enum code_kind KIND, bool SPLIT, class MEANWHILE>
 __device__ __forceinline__ void add_values(struct code_sums &sums, const uint32_t (&p)[16], uint64_t v,
-                                           const float (&factor)[2], uint32_t empty)
+                                           const float (&factor)[2], uint32_t empty, const MEANWHILE &meanwhile)
 {
     if constexpr (SPLIT) {
         float low[32], high[36];
         values<KIND, 64>(low, p, v);
         values<KIND, 72>(high, p, operand_advance(v, PANEL / 2));
+        meanwhile();
         wgmma_wait<1>();
         wgmma_pin(low);
         accumulate(sums, 0, low, factor);
@@ -70,6 +75,7 @@ __device__ __forceinline__ void add_values(struct code_sums &sums, const uint32_
     } else {
         float block[68];
         values<KIND, 136>(block, p, v);
+        meanwhile();
         wgmma_wait<0>();
         wgmma_pin(block);
         release(empty);
@@ -77,49 +83,71 @@ __device__ __forceinline__ void add_values(struct code_sums &sums, const uint32_
     }
 }
 
-/* Where a consumer stands in the rings, and its operands. */
+/* Where a consumer stands in the rings, and its operands: the lower words of descriptors. */
 struct consumer {
     struct ring kv;
     int tiles; /* taken before the present one */
-    uint64_t q, k0, v0;
+    uint32_t q, k, v;
 };
+
+/* The lower word of a descriptor, in a uniform register: ptxas computes what it can again before each product, by ten
+ * instructions in a row, but not a reduction over the warp. */
+__device__ __forceinline__ uint32_t kept(uint32_t lower)
+{
+    return __reduce_max_sync(0xffffffffu, lower);
+}
+
+__device__ __forceinline__ uint64_t k_major(uint32_t lower)
+{
+    return (operand_k_major(0) & 0xffffffff00000000u) | lower;
+}
 
 template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
     using layout = fwd_layout<SCORES8, true, KIND != CODES_FP8>;
     using shared = typename layout::shared;
 
-    static __device__ __forceinline__ void close_tile(const struct fwd_maps &maps, const struct fwd_args &a, shared &s,
-                                                      const struct code_sums &sums, const struct code_rows &r,
-                                                      const struct mx_rule &rule, int index, int warpgroup)
+    /* Warpgroups take turns at exponentials: all of FP8's, the first of MXFP4's. Left alone they drift together, and
+     * then the tensor cores are idle while all of them make codes. FP8 behind BF16 scores gains nothing by turns. */
+    static constexpr bool TURNS = SCORES8 || KIND != CODES_FP8;
+
+    static __device__ __forceinline__ void take_turn(int warpgroup)
     {
-        const struct fwd_tile t = tile_of<layout>(a, index); /* again: registers are short in between */
-        int head, in_group, batch = divide(t.head, a.heads, head), kv_head = divide(head, a.group, in_group);
-        const float v_inverse = a.v_inverse[batch * a.kv_heads + kv_head];
+        if (TURNS) {
+            named_barrier_sync(BARRIER_TURN + warpgroup, 2 * WARPGROUP);
+        }
+    }
+
+    static __device__ __forceinline__ void give_turn(int warpgroup)
+    {
+        if (TURNS) {
+            named_barrier_arrive(BARRIER_TURN + (warpgroup == layout::CONSUMERS - 1 ? 0 : warpgroup + 1),
+                                 2 * WARPGROUP);
+        }
+    }
+
+    static __device__ __forceinline__ void close_tile(const struct fwd_args &a, shared &s, const struct code_sums &sums,
+                                                      const struct code_rows &r, const struct mx_rule &rule, int count,
+                                                      int warpgroup)
+    {
+        const struct fwd_tile t = read_tile(s, count); /* again: registers are short in between */
         const float lift = KIND == CODES_FP8 ? FP8_LIFT : MX_LIFT + rule.amplitude;
         float inverse[2], lse[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const float l = quad_sum(sums.l[h]);
-            inverse[h] = v_inverse / l;
+            inverse[h] = t.value / l;
             lse[h] = (r.anchor[h] - WHOLE) + (log2f(l) - lift);
         }
         store_lse(a, t, warpgroup, lse);
-        store_rows(&maps.out, shared_address(s.out) + warpgroup * PANEL, sums.o, inverse, a, t, warpgroup);
-    }
-
-    static __device__ __forceinline__ float score_factor(const struct fwd_args &a, struct fwd_tile t)
-    {
-        if (!SCORES8) {
-            return a.c;
-        }
-        int head, in_group, batch = divide(t.head, a.heads, head), kv_head = divide(head, a.group, in_group);
-        return a.c * a.q_inverse[t.head] * a.k_inverse[batch * a.kv_heads + kv_head];
+        stage_rows<layout>(s, sums.o, inverse, count, warpgroup);
     }
 
     /* A block that none of this warpgroup's rows sees. It must have arrived: one that is given back before would count
      * for the block that the slot held before. */
-    static __device__ __forceinline__ void pass_block(shared &s, struct consumer &w)
+    static __device__ __forceinline__ void pass_block(shared &s, struct consumer &w, int warpgroup)
     {
+        take_turn(warpgroup);
+        give_turn(warpgroup);
         mbarrier_wait(at(s.k_full[w.kv.stage]), w.kv.parity);
         mbarrier_wait(at(s.v_full[w.kv.stage]), w.kv.parity);
         release(at(s.k_empty[w.kv.stage]));
@@ -127,64 +155,95 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
         w.kv.next(layout::STAGES);
     }
 
-    static __device__ __forceinline__ void consume_tile(const struct fwd_maps &maps, const struct fwd_args &a,
-                                                        shared &s, const struct mx_rule &rule, struct consumer &w,
-                                                        int index, int warpgroup)
+    /* Codes of a block whose V has arrived then. The wait for V is also what keeps exponentials in their place: ptxas
+     * moves them across a barrier, but not across the branch of a wait. */
+    static __device__ __forceinline__ void make_codes(const float (&score)[64], struct code_rows &r, float c,
+                                                      const struct mx_rule &rule, uint32_t v_full, int parity,
+                                                      int warpgroup, uint32_t (&p)[16])
     {
-        const struct fwd_tile t = tile_of<layout>(a, index);
+        if constexpr (KIND == CODES_FP8) {
+            const auto take = [&] {
+                take_turn(warpgroup);
+                if (TURNS) {
+                    mbarrier_wait(v_full, parity);
+                }
+            };
+            codes_fp8<SCORES8>(score, r, c, take, p);
+            mbarrier_wait(v_full, parity);
+            give_turn(warpgroup);
+        } else {
+            const auto take = [&] {
+                mbarrier_wait(v_full, parity);
+                take_turn(warpgroup);
+            };
+            codes_mx<KIND>(
+                score, r, c, rule, take, [&] { give_turn(warpgroup); }, p);
+            mbarrier_wait(v_full, parity);
+        }
+        wgmma_pin(p);
+    }
+
+    static __device__ __forceinline__ void consume_tile(const struct fwd_args &a, shared &s, const struct mx_rule &rule,
+                                                        struct consumer &w, struct fwd_tile t, int warpgroup)
+    {
         const int first = t.row + 64 * warpgroup, n = key_blocks<layout>(a, t);
         /* The last block that this warpgroup's rows see, and the only one with masked keys. */
         const int own = first < 0 || first >= a.tokens ? -1 : a.causal ? first / TILE : n - 1;
-        const float c = score_factor(a, t);
+        const uint32_t q = kept(w.q + (w.tiles & 1) * (layout::Q_BYTES >> 4));
         struct code_sums sums = {};
-        struct code_rows r = {{-INFINITY, -INFINITY}, {}, {}};
+        struct code_rows r = {{-INFINITY, -INFINITY}, {}};
         for (int j = n - 1; j > own; j--) {
-            pass_block(s, w);
+            pass_block(s, w, warpgroup);
         }
-        mbarrier_wait(at(s.q_full), w.tiles & 1);
-        for (int j = own; j >= 0; j--) {
+        if (own >= 0) {
+            mbarrier_wait(at(s.k_full[w.kv.stage]), w.kv.parity);
+        }
+        uint32_t k = w.k + w.kv.stage * (layout::K_BYTES >> 4);
+        for (int j = own; j >= 0; j--) { /* K has arrived */
             float score[64];
             uint32_t p[16];
-            mbarrier_wait(at(s.k_full[w.kv.stage]), w.kv.parity);
             wgmma_fence();
-            scores<SCORES8, layout::Q_PANEL>(score, w.q, operand_advance(w.k0, w.kv.stage * layout::K_BYTES));
+            scores<SCORES8, layout::Q_PANEL>(score, k_major(q), k_major(k));
+            const uint64_t v = k_major(w.v + w.kv.stage * (layout::V_SLOT >> 4));
             wgmma_wait<0>();
             wgmma_pin(score);
             release(at(s.k_empty[w.kv.stage]));
             if (j == own && (a.causal || a.tokens % TILE != 0)) {
                 mask<layout::BLOCKED>(score, a, t.row + own_row(warpgroup), j * TILE);
             }
-            codes_anchor<KIND, SCORES8>(score, r, c, rule);
-            codes_make<KIND>(score, r, c, rule, p);
-            mbarrier_wait(at(s.v_full[w.kv.stage]), w.kv.parity);
-            wgmma_pin(p);
+            make_codes(score, r, t.c, rule, at(s.v_full[w.kv.stage]), w.kv.parity, warpgroup, p);
             wgmma_fence();
-            add_values<KIND, SCORES8>(sums, p, operand_advance(w.v0, w.kv.stage * layout::V_SLOT), r.factor,
-                                      at(s.v_empty[w.kv.stage]));
-            w.kv.next(layout::STAGES);
+            add_values<KIND, SCORES8>(sums, p, v, r.factor, at(s.v_empty[w.kv.stage]), [&] {
+                w.kv.next(layout::STAGES);
+                k = w.k + w.kv.stage * (layout::K_BYTES >> 4);
+                if (j > 0) {
+                    mbarrier_wait(at(s.k_full[w.kv.stage]), w.kv.parity);
+                }
+            });
         }
-        release(at(s.q_empty));
-        if (own >= 0) { /* TMA loads rows before 0 as zeros, but a store must not start there */
-            close_tile(maps, a, s, sums, r, rule, index, warpgroup);
+        if (own >= 0) {
+            close_tile(a, s, sums, r, rule, w.tiles, warpgroup);
+        } else {
+            rows_staged(s, w.tiles, warpgroup);
         }
     }
 
-    static __device__ __forceinline__ void consume(const struct fwd_maps &maps, const struct fwd_args &a, shared &s,
-                                                   const struct mx_rule &rule, int warpgroup)
+    static __device__ __forceinline__ void consume(const struct fwd_args &a, shared &s, const struct mx_rule &rule,
+                                                   int warpgroup)
     {
-        struct consumer w = {{0, 0}, 0, 0, 0, 0};
-        w.q = operand_k_major(shared_address(s.q) + warpgroup * 64 * 128);
-        w.k0 = operand_k_major(shared_address(s.k[0]));
-        w.v0 = operand_k_major(shared_address(s.v[0]));
+        struct consumer w = {};
+        w.q = kept((uint32_t)operand_k_major(shared_address(s.q[0]) + warpgroup * (PANEL / 2)));
+        w.k = kept((uint32_t)operand_k_major(shared_address(s.k[0])));
+        w.v = kept((uint32_t)operand_k_major(shared_address(s.v[0])));
+        if (warpgroup == layout::CONSUMERS - 1) {
+            give_turn(warpgroup); /* the first is warpgroup 0's */
+        }
         for (;; w.tiles++) {
-            int index = take_tile(s, w.tiles);
-            if (index >= a.tiles) {
+            const struct fwd_tile t = take_tile(s, w.tiles);
+            if (t.head < 0) {
                 break;
             }
-            consume_tile(maps, a, s, rule, w, index, warpgroup);
-        }
-        if (threadIdx.x % WARPGROUP == 0) {
-            tma_store_wait<0>();
+            consume_tile(a, s, rule, w, t, warpgroup);
         }
     }
 };
@@ -220,10 +279,12 @@ static __global__ void __launch_bounds__(codes_kernel<KIND, SCORES8>::layout::TH
         registers_lower<kernel::layout::PRODUCER_REGISTERS>();
         if (threadIdx.x == 0) {
             produce<typename kernel::layout>(maps, a, s);
+        } else if (threadIdx.x % 32 == 0) {
+            send_rows<typename kernel::layout>(maps, a, s, (int)threadIdx.x / 32 - 1);
         }
     } else {
         registers_raise<kernel::layout::CONSUMER_REGISTERS>();
-        kernel::consume(maps, a, s, rule, warpgroup - 1);
+        kernel::consume(a, s, rule, warpgroup - 1);
     }
 }
 
@@ -236,6 +297,7 @@ static struct mx_rule mx_rule_of(const struct attention_recipe *recipe)
     rule.bias = amplitude ? 1.0f - 0x1.2b8034p-1f : -2.0f;
     rule.amplitude = amplitude ? 0x1.4ae00ep+1f : 0.0f; /* fl32(log2 6) */
     rule.line = direct_line_of(recipe);
+    rule.ones = 0x3c003c00u;
     return rule;
 }
 
@@ -279,28 +341,6 @@ static CUtensorMap column_map(const struct cuda *on, const void *data, int64_t p
     return tensor_map(on, &s);
 }
 
-/* Rows of E4M3: (B, heads, T, 128) bytes, contiguous. */
-static CUtensorMap row8_map(const struct cuda *on, const void *data, int64_t tokens, int64_t heads, int64_t batch,
-                            int rows)
-{
-    struct tensor_map_shape s = {};
-    s.data = data;
-    s.type = CU_TENSOR_MAP_DATA_TYPE_UINT8;
-    s.rank = 4;
-    s.extent[0] = TILE;
-    s.extent[1] = (uint64_t)tokens;
-    s.extent[2] = (uint64_t)heads;
-    s.extent[3] = (uint64_t)batch;
-    s.stride[0] = TILE;
-    s.stride[1] = (uint64_t)tokens * TILE;
-    s.stride[2] = (uint64_t)(heads * tokens) * TILE;
-    s.box[0] = TILE;
-    s.box[1] = (uint32_t)rows;
-    s.box[2] = s.box[3] = 1;
-    s.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
-    return tensor_map(on, &s);
-}
-
 /* K for BLOCKED keys, as a box of 128 keys comes to shared memory: 64 features (128 of E4M3), then e, c, j of key
  * 32 c + 2 j + e, then heads. Batches and the first key are counted in e, which steps by a token. */
 static CUtensorMap blocked_map(const struct cuda *on, const void *data, bool e4m3, uint64_t token, uint64_t head,
@@ -338,7 +378,7 @@ static void blocked_keys(const struct attention_fwd *a, const struct attention_o
     if (x->k8 != NULL) {
         args->k_batch = (int)(Hkv * T);
         maps->k = blocked_map(a->cuda, x->k8, true, TILE, (uint64_t)(T * TILE), (uint64_t)(B * Hkv * T), (uint64_t)Hkv);
-        maps->k_two = row8_map(a->cuda, x->k8, T, Hkv, B, 2);
+        maps->k_two = codes_map(a->cuda, x->k8, T, Hkv, B, 2);
         return;
     }
     maps->k_two = head_map(a->cuda, k, T, Hkv, B, 2);
@@ -361,9 +401,9 @@ void attention_fwd_codes_sm90(const struct attention_fwd *a, const struct attent
     const int rows = fwd_layout<false, true>::ROWS;
     struct fwd_args args = fwd_args_of<fwd_layout<false, true>>(a, scores8 ? 2 * TILE : 3 * TILE);
     struct fwd_maps maps = {};
-    maps.q = scores8 ? row8_map(a->cuda, x->q8, T, H, B, rows) : head_map(a->cuda, &x->q, T, H, B, rows);
+    maps.q = scores8 ? codes_map(a->cuda, x->q8, T, H, B, rows) : head_map(a->cuda, &x->q, T, H, B, rows);
     if (a->recipe->pv == PV_FP8) {
-        maps.k = scores8 ? row8_map(a->cuda, x->k8, T, Hkv, B, TILE) : head_map(a->cuda, &x->k, T, Hkv, B, TILE);
+        maps.k = scores8 ? codes_map(a->cuda, x->k8, T, Hkv, B, TILE) : head_map(a->cuda, &x->k, T, Hkv, B, TILE);
     } else {
         blocked_keys(a, x, &maps, &args);
     }

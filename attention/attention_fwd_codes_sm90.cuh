@@ -20,6 +20,7 @@ struct mx_rule {
     float bias;      /* a block's exponent is floor(max + bias): 1 - log2 1.5, to the nearest power of two; OCP: -2 */
     float amplitude; /* added to x: log2 6; OCP 0 */
     struct direct_line line;
+    uint32_t ones; /* a pair of 1 in FP16, where ptxas does not know it */
 };
 
 /* floor and ceil by the rounding of one addition, for magnitudes below 2^22 (the instruction made for it has the
@@ -27,11 +28,19 @@ struct mx_rule {
  */
 #define WHOLE 0x1.8p23f
 
-/* What a thread keeps of its two rows: integer anchors plus WHOLE, the factor that brings older sums to them, and for
- * MXFP4 the exponents of its present two blocks, plus WHOLE. MXFP4's anchor is the largest exponent so far. */
+/* What a thread keeps of its two rows: integer anchors plus WHOLE, and the factor that brings older sums to them.
+ * MXFP4's anchor is the largest exponent so far. */
 struct code_rows {
-    float anchor[2], factor[2], exponent[2];
+    float anchor[2], factor[2];
 };
+
+/* Beside products that keep the tensor cores busy an instruction of the ALU (maximum, conversion, PRMT, logic, shift)
+ * takes four clocks of a scheduler instead of two, and so do IMAD and HFMA2; ex2 nine instead of eight; FP32 additions
+ * and multiply-adds stay near one. So ALU instructions are what is counted below.
+ *
+ * What needs other threads (anchors, and a vote where maxima by integers may be wrong) runs beside the first
+ * exponentials, which are made on what nearly always holds, and again where it does not. take() and give() are called
+ * around a part of them, at which warpgroups take turns. */
 
 /* ---- maxima ------------------------------------------------------------------------------------------------ */
 
@@ -65,60 +74,24 @@ __device__ __forceinline__ int min3(int a, int b, int c)
     return __vimin3_s32(a, b, c);
 }
 
-/* Largest of the thread's 32 keys of each row. Codes of floats are ordered like integers unless both are negative,
- * where the order is the other way round: the largest integer will do unless it is negative. A NaN is one if positive,
- * as tensor cores make it. */
-__device__ __forceinline__ void largest_integers(const float (&s)[64], float (&max)[2])
+/* Largest of the thread's 32 scores of each row, where that is not negative. Floats are ordered like integers unless
+ * both are negative, where the order is the other way round. A NaN is one if positive, as tensor cores make it. */
+__device__ __forceinline__ void largest_scores(const float (&s)[64], int (&largest)[2])
 {
-    int x[2] = {reduced<max3>(s, 0), reduced<max3>(s, 1)};
-    if (__any_sync(0xffffffffu, min(x[0], x[1]) < 0)) {
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            x[h] = x[h] < 0 ? reduced<min3>(s, h) : x[h];
-        }
-    }
-    max[0] = __int_as_float(x[0]);
-    max[1] = __int_as_float(x[1]);
+    largest[0] = reduced<max3>(s, 0);
+    largest[1] = reduced<max3>(s, 1);
 }
 
-/* The same, two at a time: twice the instructions, but nothing that waits for a vote. */
-__device__ __forceinline__ void largest_floats(const float (&s)[64], float (&max)[2])
+/* Puts right what is negative. */
+__device__ __forceinline__ void largest_of_negative(const float (&s)[64], int (&largest)[2])
 {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        float chain[4];
-#pragma unroll
-        for (int j = 0; j < 16; j++) {
-            const float pair = max_or_nan(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]);
-            chain[j % 4] = j < 4 ? pair : max_or_nan(chain[j % 4], pair);
-        }
-        max[h] = max_or_nan(max_or_nan(chain[0], chain[1]), max_or_nan(chain[2], chain[3]));
+        largest[h] = largest[h] < 0 ? reduced<min3>(s, h) : largest[h];
     }
 }
 
-/* Moves anchors to cover these scores. A NaN stays. Instructions are what MXFP4 and E4M3 scores are short of. */
-template <enum code_kind KIND, bool SCORES8>
-__device__ __forceinline__ void codes_anchor(const float (&s)[64], struct code_rows &r, float c,
-                                             const struct mx_rule &rule)
-{
-    float max[2];
-    if constexpr (KIND == CODES_FP8 && !SCORES8) {
-        largest_floats(s, max);
-    } else {
-        largest_integers(s, max);
-    }
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        const float whole =
-            KIND == CODES_FP8 ? __fmaf_ru(max[h], c, WHOLE) : __fadd_rd(fmaf(max[h], c, rule.bias), WHOLE);
-        const float anchor = max_or_nan(r.anchor[h], quad_max(whole));
-        r.factor[h] = exp2_fast(r.anchor[h] - anchor);
-        r.anchor[h] = anchor;
-        r.exponent[h] = fmaxf(whole, anchor - MX_RANGE);
-    }
-}
-
-/* ---- codes ------------------------------------------------------------------------------------------------- */
+/* ---- MXFP4 ------------------------------------------------------------------------------------------------- */
 
 /* E5M2 bytes of the E2M1 values 6 6 4 3 2 1.5 1 .5 times a power of two, which keeps all normal. */
 struct code_table {
@@ -139,25 +112,21 @@ __device__ __forceinline__ uint32_t upper_bytes(uint32_t low, uint32_t high)
     return bytes_by(low, high, 0x7531);
 }
 
-/* Eight values y 2^-14, y below 10, to E2M1(y) as the table says, four a register. Truncation to FP16 has 2^-14 as its
- * least normal number, so that upper bytes b of FP16 codes are E2M1 codes with one more bit of mantissa: (b + 1) / 2
- * rounds (exact ties, which go up, cannot occur in 2^x but for x = -2), and 8 - (b + 1) / 2 = (16 - b) / 2, never
- * negative, counts from the largest: 8, a zero, as a selector of bytes takes the sign of byte 0, 1 to 7 and 0 (6 for 8)
- * a value. Values 0, 2, 4, 6 come to the lower nibbles of bytes, the others to the upper ones. PACK: to FP16. */
-template <uint32_t (*PACK)(float, float)>
-__device__ __forceinline__ void e2m1_bytes(const float (&x)[8], struct code_table table, uint32_t &p0, uint32_t &p1)
+/* Selectors: eight codes of a row, 4 bits each, value i in nibble i: 8 less the code (6 is 0 or 1), so that a byte
+ * selector of the table takes 1 to 7 and 0 as values, and 8, a zero, as the sign of byte 0, which is 0.
+ *
+ * Eight values y 2^-14, y below 10. Truncation to FP16 has 2^-14 as its least normal number, so that upper bytes b of
+ * FP16 codes are E2M1 codes with one more bit of mantissa: (b + 1) / 2 rounds (exact ties, which go up, cannot occur in
+ * 2^x but for x = -2), and 8 - (b + 1) / 2 = (16 - b) / 2 is never negative. PACK: to FP16. */
+template <uint32_t (*PACK)(float, float)> __device__ __forceinline__ uint32_t e2m1_selector(const float (&x)[8])
 {
     const uint32_t even = upper_bytes(PACK(x[0], x[2]), PACK(x[4], x[6]));
     const uint32_t odd = upper_bytes(PACK(x[1], x[3]), PACK(x[5], x[7]));
-    const uint32_t selector = bits_of_either(0x0f0f0f0fu, (0x10101010u - even) >> 1, 0x80808080u - 8u * odd);
-    p0 = bytes_by(table.low, table.high, selector);
-    p1 = bytes_by(table.low, table.high, selector >> 16);
+    return bits_of_either(0x0f0f0f0fu, (0x10101010u - even) >> 1, 0x80808080u - 8u * odd);
 }
 
-/* Eight lines of code_space: value i is nibble i of a selector, 8 less its code. Sums of FP16 codes count modulo 2^32
- * what 1536 adds to each. */
-__device__ __forceinline__ void code_space_bytes(const float (&y)[8], struct code_table table, uint32_t &p0,
-                                                 uint32_t &p1)
+/* Eight lines of code_space. Sums of FP16 codes count modulo 2^32 what 1536 adds to each. */
+__device__ __forceinline__ uint32_t code_space_selector(const float (&y)[8])
 {
     uint32_t whole[4];
 #pragma unroll
@@ -165,37 +134,115 @@ __device__ __forceinline__ void code_space_bytes(const float (&y)[8], struct cod
         whole[i] = pack_f16_down(code_space_whole(y[i]), code_space_whole(y[i + 4]));
     }
     const uint32_t sum = (whole[0] + 16u * whole[1]) + 256u * (whole[2] + 16u * whole[3]);
-    const uint32_t selector = 0x88888888u + 0x1111u * 0x10001u * HALF_1536 - sum;
-    p0 = bytes_by(table.low, table.high, selector);
-    p1 = bytes_by(table.low, table.high, selector >> 16);
+    return 0x88888888u + 0x1111u * 0x10001u * HALF_1536 - sum;
 }
 
-/* Eight scores of a row, 4 in each word, to two A registers of P V. */
-template <enum code_kind KIND>
-__device__ __forceinline__ void code_words(float (&x)[8], float c, float exponent, struct code_table table,
-                                           const struct mx_rule &rule, uint32_t &p0, uint32_t &p1)
+/* The keys of words 2 b and 2 b + 1 of eight that a thread has of row h, where keys are BLOCKED: word q has
+ * 16 (q / 4) + 2 (q % 4) + 0, 1, 8, 9 of 32. */
+__device__ __forceinline__ void scores_of_words(const float (&s)[64], int b, int h, float (&x)[8])
 {
-    if constexpr (KIND == CODES_MX_EXACT) {
-        const float offset = rule.amplitude - 14.0f - (exponent - WHOLE);
 #pragma unroll
-        for (int k = 0; k < 8; k++) {
-            x[k] = exp2_fast(fmaf(x[k], c, offset));
-        }
-        e2m1_bytes<pack_f16_down>(x, table, p0, p1);
-    } else {
-        const float slope = rule.line.slope * c;
-        const float offset = fmaf(rule.line.slope, rule.amplitude - (exponent - WHOLE), rule.line.offset);
+    for (int k = 0; k < 8; k++) {
+        const int q = 2 * b + k / 4, j = q / 4 * 8 + k / 2 % 2 * 4 + q % 4;
+        x[k] = s[4 * j + 2 * h + k % 2];
+    }
+}
+
+/* Of the scores of words 2 b and 2 b + 1. */
+template <enum code_kind KIND>
+__device__ __forceinline__ uint32_t mx_selector(const float (&s)[64], int b, int h, float c, float exponent,
+                                                const struct mx_rule &rule)
+{
+    const bool exact = KIND == CODES_MX_EXACT;
+    const float base = rule.amplitude - (exact ? 14.0f : 0.0f) - (exponent - WHOLE);
+    const float slope = exact ? c : rule.line.slope * c;
+    const float offset = exact ? base : fmaf(rule.line.slope, base, rule.line.offset);
+    float x[8];
+    scores_of_words(s, b, h, x);
 #pragma unroll
-        for (int k = 0; k < 8; k++) {
-            x[k] = fmaf(x[k], slope, offset);
+    for (int k = 0; k < 8; k++) {
+        x[k] = fmaf(x[k], slope, offset);
+        x[k] = exact ? exp2_fast(x[k]) : x[k];
+    }
+    return exact                     ? e2m1_selector<pack_f16_down>(x)
+           : KIND == CODES_MX_AFFINE ? e2m1_selector<pack_f16_positive>(x)
+                                     : code_space_selector(x);
+}
+
+/* The upper half of a selector, for the lower half, where selectors of bytes are looked for: a product with 1 in FP16,
+ * which leaves the ALU alone. No half is a NaN (nibbles are at most 8), and subnormal numbers stay. */
+__device__ __forceinline__ uint32_t upper_half(uint32_t selector, const struct mx_rule &rule)
+{
+    uint32_t y;
+    asm("{\n\t.reg .b16 low, high;\n\t.reg .b32 twice;\n\tmov.b32 {low, high}, %1;\n\tmov.b32 twice, {high, high};\n\t"
+        "mul.rn.f16x2 %0, twice, %2;\n\t}"
+        : "=r"(y)
+        : "r"(selector), "r"(rule.ones));
+    return y;
+}
+
+/* A block's exponent from its largest score, plus WHOLE. */
+__device__ __forceinline__ float mx_exponent(int largest, float c, const struct mx_rule &rule)
+{
+    return __fadd_rd(fmaf(__int_as_float(largest), c, rule.bias), WHOLE);
+}
+
+/* Scores to the A registers of P V. A thread has a block of 32 keys of each row, so that exponents, and with them
+ * codes, need nobody else: only what a code stands for does. It is nearly always so that largest scores are not
+ * negative and exponents in the range of E5M2; two selectors (EARLY) are made on that belief while threads exchange
+ * exponents. */
+template <enum code_kind KIND, class TAKE, class GIVE>
+__device__ __forceinline__ void codes_mx(const float (&s)[64], struct code_rows &r, float c, const struct mx_rule &rule,
+                                         const TAKE &take, const GIVE &give, uint32_t (&p)[16])
+{
+    enum { EARLY = 2 };
+    uint32_t early[EARLY];
+    int largest[2];
+    float exponent[2], anchor[2];
+    bool plain = true;
+    largest_scores(s, largest);
+    exponent[0] = mx_exponent(largest[0], c, rule);
+    take();
+#pragma unroll
+    for (int b = 0; b < EARLY; b++) {
+        early[b] = mx_selector<KIND>(s, b, 0, c, exponent[0], rule);
+    }
+    exponent[1] = mx_exponent(largest[1], c, rule);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        anchor[h] = max_or_nan(r.anchor[h], quad_max(exponent[h]));
+        plain = plain && largest[h] >= 0 && exponent[h] >= anchor[h] - MX_RANGE; /* false if NaN */
+    }
+    if (!__all_sync(0xffffffffu, plain)) {
+        largest_of_negative(s, largest);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            exponent[h] = mx_exponent(largest[h], c, rule);
+            anchor[h] = max_or_nan(r.anchor[h], quad_max(exponent[h]));
+            exponent[h] = fmaxf(exponent[h], anchor[h] - MX_RANGE);
         }
-        if (KIND == CODES_MX_AFFINE) {
-            e2m1_bytes<pack_f16_positive>(x, table, p0, p1);
-        } else {
-            code_space_bytes(x, table, p0, p1);
+#pragma unroll
+        for (int b = 0; b < EARLY; b++) {
+            early[b] = mx_selector<KIND>(s, b, 0, c, exponent[0], rule);
+        }
+    }
+    give();
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const struct code_table table = code_table_of(exponent[h], anchor[h]);
+        r.factor[h] = exp2_fast(r.anchor[h] - anchor[h]);
+        r.anchor[h] = anchor[h];
+#pragma unroll
+        for (int b = 0; b < 4; b++) {
+            const uint32_t selector =
+                h == 0 && b < EARLY ? early[b % EARLY] : mx_selector<KIND>(s, b, h, c, exponent[h], rule);
+            p[4 * b + h] = bytes_by(table.low, table.high, selector);
+            p[4 * b + h + 2] = bytes_by(table.low, table.high, upper_half(selector, rule));
         }
     }
 }
+
+/* ---- FP8 --------------------------------------------------------------------------------------------------- */
 
 __device__ __forceinline__ uint32_t fp8_bytes(const float *s, float c, float shift)
 {
@@ -203,39 +250,58 @@ __device__ __forceinline__ uint32_t fp8_bytes(const float *s, float c, float shi
                      exp2_fast(fmaf(s[5], c, shift)));
 }
 
-/* The keys of words 2 i and 2 i + 1 of eight that a thread has of row h, where keys are BLOCKED: word q has
- * 16 (q / 4) + 2 (q % 4) + 0, 1, 8, 9 of 32. */
-__device__ __forceinline__ void scores_of_words(const float (&s)[64], int i, int h, float (&x)[8])
+/* Word i of P: keys 2 c, 2 c + 1, 8 + 2 c, 8 + 2 c + 1 of 16, the order pi1 of the column view of V. */
+__device__ __forceinline__ uint32_t fp8_word(const float (&s)[64], int i, float c, const float (&anchor)[2])
+{
+    const int h = i % 2;
+    return fp8_bytes(s + i / 4 * 16 + i / 2 % 2 * 8 + 2 * h, c, FP8_LIFT + WHOLE - anchor[h]);
+}
+
+/* Anchors that cover these largest scores as well. A NaN stays. */
+__device__ __forceinline__ void fp8_anchors(const int (&largest)[2], const struct code_rows &r, float c,
+                                            float (&anchor)[2])
 {
 #pragma unroll
-    for (int k = 0; k < 8; k++) {
-        const int q = 2 * i + k / 4, j = q / 4 * 8 + k / 2 % 2 * 4 + q % 4;
-        x[k] = s[4 * j + 2 * h + k % 2];
+    for (int h = 0; h < 2; h++) {
+        anchor[h] = max_or_nan(r.anchor[h], quad_max(__fmaf_ru(__int_as_float(largest[h]), c, WHOLE)));
     }
 }
 
-/* Scores to the A registers of P V. FP8: keys 2 c, 2 c + 1, 8 + 2 c, 8 + 2 c + 1 of each 16, the order pi1 of the
- * column view of V. */
-template <enum code_kind KIND>
-__device__ __forceinline__ void codes_make(const float (&s)[64], const struct code_rows &r, float c,
-                                           const struct mx_rule &rule, uint32_t (&p)[16])
+/* Scores to the A registers of P V. An anchor that is not negative is right: what is taken for the largest of negative
+ * scores is one of them. VOTE_FIRST: the vote comes before exponentials (faster where warpgroups take turns at them),
+ * else under the first of them. */
+template <bool VOTE_FIRST, class TAKE>
+__device__ __forceinline__ void codes_fp8(const float (&s)[64], struct code_rows &r, float c, const TAKE &take,
+                                          uint32_t (&p)[16])
 {
-    struct code_table table[2];
+    enum { EARLY = VOTE_FIRST ? 0 : 2 };
+    int largest[2];
+    float anchor[2];
+    largest_scores(s, largest);
+    if (VOTE_FIRST && __any_sync(0xffffffffu, min(largest[0], largest[1]) < 0)) {
+        largest_of_negative(s, largest);
+    }
+    fp8_anchors(largest, r, c, anchor);
+    take();
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        table[h] = code_table_of(r.exponent[h], r.anchor[h]);
+    for (int i = 0; i < EARLY; i++) {
+        p[i] = fp8_word(s, i, c, anchor);
+    }
+    if (!VOTE_FIRST && !__all_sync(0xffffffffu, anchor[0] >= WHOLE && anchor[1] >= WHOLE)) {
+        largest_of_negative(s, largest);
+        fp8_anchors(largest, r, c, anchor);
+#pragma unroll
+        for (int i = 0; i < EARLY; i++) {
+            p[i] = fp8_word(s, i, c, anchor);
+        }
     }
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const int b = i / 2, h = i % 2;
-        if (KIND == CODES_FP8) {
-            const float *first = s + 16 * b + 2 * h;
-            p[4 * b + h] = fp8_bytes(first, c, FP8_LIFT + WHOLE - r.anchor[h]);
-            p[4 * b + h + 2] = fp8_bytes(first + 8, c, FP8_LIFT + WHOLE - r.anchor[h]);
-        } else {
-            float x[8];
-            scores_of_words(s, b, h, x);
-            code_words<KIND>(x, c, r.exponent[h], table[h], rule, p[4 * b + h], p[4 * b + h + 2]);
-        }
+    for (int h = 0; h < 2; h++) {
+        r.factor[h] = exp2_fast(r.anchor[h] - anchor[h]);
+        r.anchor[h] = anchor[h];
+    }
+#pragma unroll
+    for (int i = EARLY; i < 16; i++) {
+        p[i] = fp8_word(s, i, c, anchor);
     }
 }

@@ -69,9 +69,8 @@ __device__ __forceinline__ void rescale(float (&o)[64], const float (&factor)[2]
     }
 }
 
-__device__ __forceinline__ void close_tile(const struct fwd_maps &maps, const struct fwd_args &a, layout::shared &s,
-                                           const float (&o)[64], const struct rows_state &r, struct fwd_tile t,
-                                           int warpgroup)
+__device__ __forceinline__ void close_tile(const struct fwd_args &a, layout::shared &s, const float (&o)[64],
+                                           const struct rows_state &r, struct fwd_tile t, int count, int warpgroup)
 {
     float inverse[2], lse[2];
 #pragma unroll
@@ -81,7 +80,7 @@ __device__ __forceinline__ void close_tile(const struct fwd_maps &maps, const st
         lse[h] = r.max[h] * a.c + log2f(sum);
     }
     store_lse(a, t, warpgroup, lse);
-    store_rows(&maps.out, shared_address(s.out) + warpgroup * PANEL, o, inverse, a, t, warpgroup);
+    stage_rows<layout>(s, o, inverse, count, warpgroup);
 }
 
 /* Where a consumer stands in the rings, and its operands. */
@@ -91,17 +90,17 @@ struct consumer {
     uint64_t q, k0, v0;
 };
 
-__device__ __forceinline__ void consume_tile(const struct fwd_maps &maps, const struct fwd_args &a, layout::shared &s,
-                                             struct consumer &w, struct fwd_tile t, int warpgroup)
+__device__ __forceinline__ void consume_tile(const struct fwd_args &a, layout::shared &s, struct consumer &w,
+                                             struct fwd_tile t, int warpgroup)
 {
     const int n = key_blocks<layout>(a, t);
     float score[64], o[64] = {}, factor[2];
     uint32_t p[32];
     struct rows_state r = {{-INFINITY, -INFINITY}, {0, 0}};
-    mbarrier_wait(at(s.q_full), w.tiles & 1);
+    const uint64_t q = operand_advance(w.q, (w.tiles & 1) * layout::Q_BYTES);
     mbarrier_wait(at(s.k_full[w.k.stage]), w.k.parity);
     wgmma_fence();
-    scores<false, layout::Q_PANEL>(score, w.q, operand_advance(w.k0, w.k.stage * layout::K_BYTES));
+    scores<false, layout::Q_PANEL>(score, q, operand_advance(w.k0, w.k.stage * layout::K_BYTES));
     wgmma_wait<0>();
     wgmma_pin(score);
     release(at(s.k_empty[w.k.stage]));
@@ -119,7 +118,7 @@ __device__ __forceinline__ void consume_tile(const struct fwd_maps &maps, const 
         wgmma_pin(p);
         wgmma_pin(o);
         wgmma_fence();
-        scores<false, layout::Q_PANEL>(score, w.q, operand_advance(w.k0, w.k.stage * layout::K_BYTES));
+        scores<false, layout::Q_PANEL>(score, q, operand_advance(w.k0, w.k.stage * layout::K_BYTES));
         mbarrier_wait(at(s.v_full[w.v.stage]), w.v.parity);
         wgmma_fence();
         values(o, p, operand_advance(w.v0, w.v.stage * layout::V_SLOT));
@@ -142,7 +141,6 @@ __device__ __forceinline__ void consume_tile(const struct fwd_maps &maps, const 
         pack(score, p);
         rescale(o, factor);
     }
-    release(at(s.q_empty));
     mbarrier_wait(at(s.v_full[w.v.stage]), w.v.parity);
     wgmma_pin(p);
     wgmma_pin(o);
@@ -152,28 +150,24 @@ __device__ __forceinline__ void consume_tile(const struct fwd_maps &maps, const 
     wgmma_pin(o);
     release(at(s.v_empty[w.v.stage]));
     w.v.next(layout::STAGES);
-    close_tile(maps, a, s, o, r, t, warpgroup);
+    close_tile(a, s, o, r, t, w.tiles, warpgroup);
 }
 
-__device__ __forceinline__ void consume(const struct fwd_maps &maps, const struct fwd_args &a, layout::shared &s,
-                                        int warpgroup)
+__device__ __forceinline__ void consume(const struct fwd_args &a, layout::shared &s, int warpgroup)
 {
     struct consumer w = {{0, 0}, {0, 0}, 0, 0, 0, 0};
-    w.q = operand_k_major(shared_address(s.q) + warpgroup * (PANEL / 2));
+    w.q = operand_k_major(shared_address(s.q[0]) + warpgroup * (PANEL / 2));
     w.k0 = operand_k_major(shared_address(s.k[0]));
     w.v0 = operand_mn_major(shared_address(s.v[0]), PANEL);
     if (warpgroup == 1) {
         named_barrier_arrive(BARRIER_TURN + 0, 2 * WARPGROUP); /* the first turn is warpgroup 0's */
     }
     for (;; w.tiles++) {
-        int index = take_tile(s, w.tiles);
-        if (index >= a.tiles) {
+        const struct fwd_tile t = take_tile(s, w.tiles);
+        if (t.head < 0) {
             break;
         }
-        consume_tile(maps, a, s, w, tile_of<layout>(a, index), warpgroup);
-    }
-    if (threadIdx.x % WARPGROUP == 0) {
-        tma_store_wait<0>();
+        consume_tile(a, s, w, t, warpgroup);
     }
 }
 
@@ -192,10 +186,12 @@ static __global__ void __launch_bounds__(layout::THREADS, 1)
         registers_lower<layout::PRODUCER_REGISTERS>();
         if (threadIdx.x == 0) {
             produce<layout>(maps, a, s);
+        } else if (threadIdx.x % 32 == 0 && threadIdx.x / 32 <= layout::CONSUMERS) {
+            send_rows<layout>(maps, a, s, (int)threadIdx.x / 32 - 1);
         }
     } else {
         registers_raise<layout::CONSUMER_REGISTERS>();
-        consume(maps, a, s, warpgroup - 1);
+        consume(a, s, warpgroup - 1);
     }
 }
 

@@ -1,7 +1,8 @@
 /* attention: what the Hopper forward kernels share (docs/numerics.md, section 5), D = 128.
  *
  * A block of query rows of one head, 64 for each consumer warpgroup, is a tile; a persistent grid takes tiles from a
- * counter, longest first. Warpgroup 0 produces: one thread fetches tile numbers and issues all loads. Keys run from the
+ * counter, longest first. Warpgroup 0 produces: one thread fetches tile numbers and issues all loads, Q of a tile under
+ * the last blocks of the tile before; another thread for each consumer warpgroup sends its output. Keys run from the
  * last block of 128 to the first, so that masks concern the first blocks met only. Where rows do not fill tiles of 192
  * it is the shortest tile that has rows before 0. */
 #pragma once
@@ -34,6 +35,12 @@ struct fwd_args {
     bool causal;
 };
 
+/* A tile, as the producer tells the consumers. */
+struct alignas(16) fwd_tile {
+    int head, row;  /* head counts (batch, query head), -1: no more; row: the first, may be negative */
+    float c, value; /* a product of operands times c is a base-2 score; value of V's code 1 */
+};
+
 /* Where things lie. SCORES8: Q and K are E4M3; CODES: V is E4M3, one column view of 128 features and eight rows below
  * that make the product P V sum the codes of P too: row r has ones at positions r modulo 8. Else BF16.
  * BLOCKED_KEYS: row 8 j + 2 c + e of a block of K is key 32 c + 2 j + e, so that the thread c of a quad has the scores
@@ -57,17 +64,14 @@ template <bool SCORES8, bool CODES, bool BLOCKED_KEYS = false> struct fwd_layout
         V_SLOT = CODES ? PANEL + 1024 : 2 * PANEL,
         STAGES = SCORES8 ? 4 : 2,
     };
+    /* Two tiles: while one is computed, Q of the next one arrives. A tile's output leaves from where its Q was,
+     * features 64 to 127 of E4M3 scores from `out`. */
     struct shared {
-        alignas(1024) unsigned char q[Q_BYTES], out[2 * Q_PANEL], k[STAGES][K_BYTES], v[STAGES][V_SLOT];
-        uint64_t q_full, q_empty, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES], tile_full[2],
-            tile_empty[2];
-        int tile[2];
+        alignas(1024) unsigned char q[2][Q_BYTES], k[STAGES][K_BYTES], v[STAGES][V_SLOT], out[SCORES8 ? Q_PANEL : 16];
+        struct fwd_tile tile[2];
+        uint64_t q_full[2], q_empty[2], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES],
+            staged[2][CONSUMERS];
     };
-};
-
-/* A tile; `head` counts (batch, query head). */
-struct fwd_tile {
-    int head, row; /* row: its first, may be negative */
 };
 
 /* n / d and n % d for 0 <= n < 2^24 and d > 0, in few registers: the producer has 24 or 32. */
@@ -85,7 +89,7 @@ template <class LAYOUT> __device__ __forceinline__ struct fwd_tile tile_of(const
 {
     int rest, head, section = divide(index, a.section_heads * a.blocks, rest), first = section * a.section_heads;
     int turn = divide(rest, min(a.section_heads, a.all_heads - first), head);
-    return {first + head, a.row0 + (a.blocks - 1 - turn) * LAYOUT::ROWS};
+    return {first + head, a.row0 + (a.blocks - 1 - turn) * LAYOUT::ROWS, a.c, 1.0f};
 }
 
 /* Blocks of keys that some row of the tile sees. */
@@ -121,8 +125,6 @@ __device__ __forceinline__ void release(uint32_t barrier)
 
 template <class LAYOUT> __device__ __forceinline__ void open_barriers(typename LAYOUT::shared &s)
 {
-    mbarrier_init(at(s.q_full), 1);
-    mbarrier_init(at(s.q_empty), LAYOUT::WARPS * WARP_ARRIVALS);
     for (int i = 0; i < LAYOUT::STAGES; i++) {
         mbarrier_init(at(s.k_full[i]), 1);
         mbarrier_init(at(s.v_full[i]), 1);
@@ -130,8 +132,11 @@ template <class LAYOUT> __device__ __forceinline__ void open_barriers(typename L
         mbarrier_init(at(s.v_empty[i]), LAYOUT::WARPS * WARP_ARRIVALS);
     }
     for (int i = 0; i < 2; i++) {
-        mbarrier_init(at(s.tile_full[i]), 1);
-        mbarrier_init(at(s.tile_empty[i]), LAYOUT::WARPS * WARP_ARRIVALS);
+        mbarrier_init(at(s.q_full[i]), 1);
+        mbarrier_init(at(s.q_empty[i]), LAYOUT::CONSUMERS);
+        for (int j = 0; j < LAYOUT::CONSUMERS; j++) {
+            mbarrier_init(at(s.staged[i][j]), WARPGROUP);
+        }
     }
     mbarriers_ready();
 }
@@ -173,12 +178,24 @@ __device__ __forceinline__ void load_blocked_keys(const struct fwd_maps &maps, c
     }
 }
 
+/* Q, then what there is to know of the tile, then K and V. */
 template <class LAYOUT>
 __device__ __forceinline__ void produce_tile(const struct fwd_maps &maps, const struct fwd_args &a,
-                                             typename LAYOUT::shared &s, struct fwd_tile t, struct ring &kv)
+                                             typename LAYOUT::shared &s, struct fwd_tile t, int slot, struct ring &kv)
 {
     int head, in_group, batch = divide(t.head, a.heads, head), kv_head = divide(head, a.group, in_group);
-    load_rows<LAYOUT::ROW_BYTES>(s.q, &maps.q, s.q_full, LAYOUT::ROWS, t.row, head, batch);
+    tma_load_4d(shared_address(s.q[slot]), &maps.q, at(s.q_full[slot]), 0, t.row, head, batch);
+    if (LAYOUT::ROW_BYTES == 256) {
+        tma_load_4d(shared_address(s.q[slot]) + LAYOUT::Q_PANEL, &maps.q, at(s.q_full[slot]), 64, t.row, head, batch);
+    }
+    if (LAYOUT::V_BYTES == PANEL) {
+        t.value = a.v_inverse[batch * a.kv_heads + kv_head];
+    }
+    if (LAYOUT::ROW_BYTES == 128) {
+        t.c *= a.q_inverse[t.head] * a.k_inverse[batch * a.kv_heads + kv_head];
+    }
+    s.tile[slot] = t;
+    mbarrier_expect(at(s.q_full[slot]), LAYOUT::Q_BYTES);
 #pragma unroll 1 /* fewer registers */
     for (int j = key_blocks<LAYOUT>(a, t) - 1; j >= 0; j--) {
         mbarrier_wait(at(s.k_empty[kv.stage]), kv.parity);
@@ -208,29 +225,79 @@ __device__ __forceinline__ void produce(const struct fwd_maps &maps, const struc
     int index = (int)blockIdx.x;
 #pragma unroll 1
     for (int count = 0;; count++) { /* tiles before this one */
-        mbarrier_wait(at(s.tile_empty[count & 1]), (count >> 1 & 1) ^ 1);
-        s.tile[count & 1] = index;
-        mbarrier_arrive(at(s.tile_full[count & 1]));
+        const int slot = count & 1;
+        mbarrier_wait(at(s.q_empty[slot]), (count >> 1 & 1) ^ 1);
         if (index >= a.tiles) {
+            s.tile[slot].head = -1;
+            mbarrier_arrive(at(s.q_full[slot]));
             return;
         }
         int next = (int)(atomicAdd(a.counter, 1u) + gridDim.x); /* its latency passes under the loads */
-        mbarrier_wait(at(s.q_empty), (count & 1) ^ 1);
-        produce_tile<LAYOUT>(maps, a, s, tile_of<LAYOUT>(a, index), kv);
+        produce_tile<LAYOUT>(maps, a, s, tile_of<LAYOUT>(a, index), slot, kv);
         index = next;
     }
 }
 
 /* ---- consumers --------------------------------------------------------------------------------------------- */
 
-/* Number of the tile after `count` others, or one >= a.tiles. */
-template <class SHARED> __device__ __forceinline__ int take_tile(SHARED &s, int count)
+/* The tile after `count` others. */
+template <class SHARED> __device__ __forceinline__ struct fwd_tile read_tile(const SHARED &s, int count)
 {
-    mbarrier_wait(at(s.tile_full[count & 1]), count >> 1 & 1);
-    int index = s.tile[count & 1];
-    __syncwarp();
-    release(at(s.tile_empty[count & 1]));
-    return index;
+    const float4 t = *reinterpret_cast<const float4 *>(&s.tile[count & 1]);
+    return {__float_as_int(t.x), __float_as_int(t.y), t.z, t.w};
+}
+
+/* The same, once it has arrived with its Q. */
+template <class SHARED> __device__ __forceinline__ struct fwd_tile take_tile(SHARED &s, int count)
+{
+    mbarrier_wait(at(s.q_full[count & 1]), count >> 1 & 1);
+    return read_tile(s, count);
+}
+
+/* By all threads of a warpgroup: a tile's rows lie where they are sent from, and its Q and fwd_tile are done with. */
+template <class SHARED> __device__ __forceinline__ void rows_staged(SHARED &s, int count, int warpgroup)
+{
+    mbarrier_arrive(at(s.staged[count & 1][warpgroup]));
+}
+
+/* Where a warpgroup stages its 64 rows: features 0 to 63, 64 to 127. */
+template <class LAYOUT>
+__device__ __forceinline__ uint32_t staged_low(typename LAYOUT::shared &s, int slot, int warpgroup)
+{
+    return shared_address(s.q[slot]) + warpgroup * (PANEL / 2);
+}
+
+template <class LAYOUT>
+__device__ __forceinline__ uint32_t staged_high(typename LAYOUT::shared &s, int slot, int warpgroup)
+{
+    return LAYOUT::ROW_BYTES == 128 ? shared_address(s.out) + warpgroup * (PANEL / 2)
+                                    : staged_low<LAYOUT>(s, slot, warpgroup) + LAYOUT::Q_PANEL;
+}
+
+/* One thread beside a consumer warpgroup: sends what the warpgroup has staged, and gives the slot back. */
+template <class LAYOUT>
+__device__ __forceinline__ void send_rows(const struct fwd_maps &maps, const struct fwd_args &a,
+                                          typename LAYOUT::shared &s, int warpgroup)
+{
+#pragma unroll 1
+    for (int count = 0;; count++) {
+        const int slot = count & 1;
+        const struct fwd_tile t = take_tile(s, count);
+        if (t.head < 0) {
+            break;
+        }
+        mbarrier_wait(at(s.staged[slot][warpgroup]), count >> 1 & 1);
+        const int first = t.row + 64 * warpgroup;
+        if (first >= 0) { /* TMA loads rows before 0 as zeros, but a store must not start there */
+            int head, batch = divide(t.head, a.heads, head);
+            tma_store_4d(&maps.out, staged_low<LAYOUT>(s, slot, warpgroup), 0, first, head, batch);
+            tma_store_4d(&maps.out, staged_high<LAYOUT>(s, slot, warpgroup), 64, first, head, batch);
+            tma_store_commit();
+            tma_store_wait_read<0>();
+        }
+        mbarrier_arrive(at(s.q_empty[slot]));
+    }
+    tma_store_wait<0>();
 }
 
 /* score = Q K^T, 64 rows x 128 keys. */
@@ -263,7 +330,7 @@ __device__ __forceinline__ void mask(float (&score)[64], const struct fwd_args &
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         int visible = (a.causal ? min(row + 8 * h + 1, a.tokens) : a.tokens) - first_key;
-        visible -= (int)threadIdx.x % 4 * (BLOCKED ? 32 : 2);
+        visible -= (int)(threadIdx.x % 4) * (BLOCKED ? 32 : 2);
 #pragma unroll
         for (int j = 0; j < 16; j++) {
 #pragma unroll
@@ -287,18 +354,19 @@ __device__ __forceinline__ float quad_sum(float x)
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-/* Rows 64 x 128, times factor[h], in BF16 to `out` (two swizzled panels of 64 rows) and from there by TMA to the tile's
- * rows. By a whole warpgroup; its thread 0 waits for the store before. */
-__device__ __forceinline__ void store_rows(const CUtensorMap *map, uint32_t out, const float *o,
-                                           const float (&factor)[2], const struct fwd_args &a, struct fwd_tile t,
-                                           int warpgroup)
+/* Rows 64 x 128, times factor[h], in BF16 to two swizzled panels of 64 rows, for the thread that sends them. By a whole
+ * warpgroup, `count` tiles after its first. */
+template <class LAYOUT>
+__device__ __forceinline__ void stage_rows(typename LAYOUT::shared &s, const float *o, const float (&factor)[2],
+                                           int count, int warpgroup)
 {
-    const int thread = threadIdx.x % WARPGROUP, lane = thread % 32;
-    if (thread == 0) {
-        tma_store_wait_read<0>();
+    const int thread = threadIdx.x % WARPGROUP, lane = thread % 32, slot = count & 1;
+    if (LAYOUT::ROW_BYTES == 128 && count > 0) { /* `out` has been sent */
+        mbarrier_wait(at(s.q_empty[slot ^ 1]), count - 1 >> 1 & 1);
     }
-    named_barrier_sync(BARRIER_ROWS + warpgroup, WARPGROUP);
-    const int row = thread / 32 * 16 + lane % 16, half = lane / 16;
+    named_barrier_sync(BARRIER_ROWS + warpgroup, WARPGROUP); /* nobody multiplies the warpgroup's Q any more */
+    const uint32_t row = (uint32_t)(thread / 32 * 16 + lane % 16), half = (uint32_t)lane / 16;
+    const uint32_t low = staged_low<LAYOUT>(s, slot, warpgroup), high = staged_high<LAYOUT>(s, slot, warpgroup);
 #pragma unroll
     for (int j = 0; j < 16; j += 2) {
         uint32_t x[4];
@@ -307,16 +375,10 @@ __device__ __forceinline__ void store_rows(const CUtensorMap *map, uint32_t out,
             const float *d = o + 4 * (j + i / 2) + 2 * (i % 2);
             x[i] = pack_bf16(d[0] * factor[i % 2], d[1] * factor[i % 2]);
         }
-        stmatrix_x4(out + j / 8 * 8192 + swizzle_128(row, (j % 8 + half) * 16), x[0], x[1], x[2], x[3]);
+        stmatrix_x4((j < 8 ? low : high) + swizzle_128(row, (j % 8 + half) * 16), x[0], x[1], x[2], x[3]);
     }
     fence_async_proxy();
-    named_barrier_sync(BARRIER_ROWS + warpgroup, WARPGROUP);
-    if (thread == 0) {
-        int head, batch = divide(t.head, a.heads, head), first = t.row + 64 * warpgroup;
-        tma_store_4d(map, out, 0, first, head, batch);
-        tma_store_4d(map, out + 8192, 64, first, head, batch);
-        tma_store_commit();
-    }
+    rows_staged(s, count, warpgroup);
 }
 
 /* LSE2 of the thread's two rows. */
