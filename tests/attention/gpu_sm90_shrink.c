@@ -32,7 +32,6 @@ static void draw_means(struct attention_case *c)
 struct sums {
     const char *name;
     int n, period;
-    bool last_first; /* pieces are added from the last one on */
     uint8_t *x, *y[D];
     float unit;
 };
@@ -59,7 +58,7 @@ static float sum_by_model(const struct sums *s, int d)
     const int pieces = (s->n - 1) / s->period + 1;
     float sum = 0;
     for (int i = 0; i < pieces; i++) {
-        const int first = (s->last_first ? pieces - 1 - i : i) * s->period;
+        const int first = i * s->period;
         const int count = s->n - first < s->period ? s->n - first : s->period;
         sum += wgmma_sum(WGMMA_E4M3, s->x + first, WGMMA_E4M3, s->y[d] + first, count, 0);
     }
@@ -137,13 +136,12 @@ static int judge_sink(const struct gpu_case *g, const struct bwd8_model *m)
     return bad;
 }
 
-/* dQ of the last query of head 0: blocks of keys, the last one first. */
+/* dQ of the last query of head 0, block of keys after block. */
 static int judge_query(const struct gpu_case *g, const struct bwd8_model *m)
 {
     struct sums dq = sums_open("dQ", m->tokens, KEYS, m->scale / (m->m_ds * m->m_k));
     const int row = m->tokens - 1;
     const bf16 *got = g->got[OUT_DQ] + (int64_t)row * HEADS * D;
-    dq.last_first = true;
     for (int key = 0; key < m->tokens; key++) {
         dq.x[key] = e4m3_from_float(bwd8_ds(m, row, bwd8_p(m, row, key), bwd8_dp(m, row, key)));
         for (int d = 0; d < D; d++) {

@@ -277,18 +277,16 @@ static float lower(bf16 *x, int n, uint8_t *codes)
     return 1 / m;
 }
 
-/* From the saved operands: one power of two for the query heads of a kv head. */
+/* From the saved operands; of each head the power of two that the forward took. */
 static void saved_operands(const struct attention_case *c, struct operands *x)
 {
     const struct attention_saved saved =
         attention_saved_carve(&c->shape, &c->recipe, &(struct carve){.base = c->saved});
+    for (int head = 0; head < HEADS; head++) {
+        x->q_inverse[head] = lower(saved.q + head * TOKENS * D, TOKENS * D, x->q + head * TOKENS * D);
+    }
     for (int kv = 0; kv < KV_HEADS; kv++) {
         x->k_inverse[kv] = lower(saved.k + kv * TOKENS * D, TOKENS * D, x->k + kv * TOKENS * D);
-        const int first = kv * GROUP;
-        x->q_inverse[first] = lower(saved.q + first * TOKENS * D, GROUP * TOKENS * D, x->q + first * TOKENS * D);
-        for (int head = first + 1; head < first + GROUP; head++) {
-            x->q_inverse[head] = x->q_inverse[first];
-        }
     }
 }
 
