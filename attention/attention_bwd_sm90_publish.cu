@@ -1,4 +1,4 @@
-/* attention: operands and statistics of the FP8 backward on Hopper and, for sums in any order, a zero dQ. */
+/* attention: operands and statistics of the FP8 backward on Hopper. */
 #include "attention/attention_bwd_sm90_facts.cuh"
 #include "attention/attention_bwd_sm90_order.h"
 

@@ -28,7 +28,7 @@ enum {
 struct score_operand {
     head_view from;
     int64_t heads;
-    bf16 *to;
+    bf16 *to;            /* or NULL where rows say it all */
     uint8_t *rows;       /* E4M3, or NULL */
     float *inverse;      /* with rows */
     head_facts *decoded; /* of each head, zero to begin with: largest decoded magnitude; or NULL */
@@ -124,6 +124,9 @@ __device__ __forceinline__ void publish_scores(const score_operand &o, const pub
             }
         } else if (o.decoded != NULL) {
             largest = __vmaxu2(largest, largest_pair<8>(x));
+        }
+        if (E4M3 && o.to == NULL) {
+            continue;
         }
         uint4 a, b;
         trade_back(x, odd, a, b);
@@ -431,12 +434,17 @@ void attention_measure_heads_sm90(const struct cuda *on, const struct attention_
     cuda_launched(on, "attention measure heads");
 }
 
+static unsigned int slices_of(int64_t per_head)
+{
+    const unsigned int slices = cuda_blocks(per_head, 16 * LOWER_THREADS);
+    return slices < 64 ? slices : 64;
+}
+
 /* The step to E4M3 where the largest decoded value had to be found. */
 static void lower_rows(const struct cuda *on, const struct attention_publish_sm90 *a, const score_operand &o)
 {
     const int64_t heads = a->shape.batch * o.heads, per_head = a->shape.tokens * FEATURES;
-    const unsigned int slices = cuda_blocks(per_head, 16 * LOWER_THREADS);
-    const dim3 grid(slices < 64 ? slices : 64, (unsigned int)heads);
+    const dim3 grid(slices_of(per_head), (unsigned int)heads);
     lower_rows_kernel<<<grid, LOWER_THREADS, 0, on->stream>>>(o.to, per_head, o.decoded, o.rows, o.inverse);
     cuda_launched(on, "attention lower rows");
 }
@@ -469,6 +477,33 @@ void attention_publish_heads_sm90(const struct cuda *on, const struct attention_
     if (p.scores[0].decoded != NULL) {
         lower_rows(on, a, p.scores[0]);
         lower_rows(on, a, p.scores[1]);
+    }
+}
+
+/* Grid (slices, heads): 16 values a thread and turn. */
+static __global__ void raise_rows_kernel(const uint8_t *rows, int64_t per_head, const float *inverse, bf16 *x)
+{
+    const int64_t head = blockIdx.y;
+    const float back = inverse[head];
+    for (int64_t i = ((int64_t)blockIdx.x * LOWER_THREADS + threadIdx.x) * 16; i < per_head;
+         i += (int64_t)gridDim.x * LOWER_THREADS * 16) {
+        const uint4 codes = *reinterpret_cast<const uint4 *>(rows + head * per_head + i);
+        const uint2 a = decoded_bf16(codes.x, back), b = decoded_bf16(codes.y, back);
+        const uint2 c = decoded_bf16(codes.z, back), d = decoded_bf16(codes.w, back);
+        bf16 *at = x + head * per_head + i;
+        store_words(at, make_uint4(a.x, a.y, b.x, b.y));
+        store_words(at + 8, make_uint4(c.x, c.y, d.x, d.y));
+    }
+}
+
+void attention_decode_heads_sm90(const struct cuda *on, const struct attention_publish_sm90 *a)
+{
+    const publish_plan p = plan_of(a);
+    for (const score_operand &o : p.scores) {
+        const int64_t per_head = a->shape.tokens * FEATURES;
+        const dim3 grid(slices_of(per_head), (unsigned int)(a->shape.batch * o.heads));
+        raise_rows_kernel<<<grid, LOWER_THREADS, 0, on->stream>>>(o.rows, per_head, o.inverse, o.to);
+        cuda_launched(on, "attention raise rows");
     }
 }
 

@@ -28,6 +28,11 @@ struct attention_saved_sm90 attention_saved_sm90_carve(const struct attention_sh
 void attention_complete_sm90(const struct cuda *on, const struct attention_shape *shape,
                              const struct attention_recipe *recipe, void *saved, void *scratch);
 
+/* Where rows say it all, the forward does not write operands.q and k: for who reads them (variant "cuda"), bit for bit.
+ */
+void attention_restore_sm90(const struct cuda *on, const struct attention_shape *shape,
+                            const struct attention_recipe *recipe, void *saved);
+
 /* ---- kernels ----------------------------------------------------------------------------------------------- */
 
 /* pv = bf16: q, k, v as published. counter: one word of device memory. */
@@ -57,7 +62,8 @@ void attention_fwd_codes_sm90(const struct attention_fwd *a, const struct attent
 /* One call: what the recipe codes of Q, K and V, and where it goes. own_q, own_k, own_v: (B, heads, T, 128), the
  * represented operands of docs/numerics.md (v times attention_unit), bit for bit those of the CPU; a source may be its
  * own destination. With pv other than bf16 also v_column and v_inverse: exact for pv = fp8, and for mxfp4 within 15
- * binades of a head's largest block. With qk = nvfp4_e4m3 also q8, k8 and their inverses. */
+ * binades of a head's largest block. With qk = nvfp4_e4m3 also q8, k8 and their inverses; own_q and own_k
+ * may then be NULL if qk_scale = amax. */
 struct attention_publish_sm90 {
     struct attention_shape shape;
     const struct attention_recipe *recipe; /* not both qk and pv bf16 */
@@ -73,6 +79,9 @@ void attention_publish_heads_sm90(const struct cuda *on, const struct attention_
 
 /* Of represented own_q and own_k, which are there already, only q8, k8 and their inverses. Uses decoded. */
 void attention_code_heads_sm90(const struct cuda *on, const struct attention_publish_sm90 *a);
+
+/* The other way round: own_q and own_k from q8, k8 and their inverses. */
+void attention_decode_heads_sm90(const struct cuda *on, const struct attention_publish_sm90 *a);
 
 /* amax of what attention_publish_heads_sm90 reads; a->amax is not looked at. */
 void attention_measure_heads_sm90(const struct cuda *on, const struct attention_publish_sm90 *a, float *amax);

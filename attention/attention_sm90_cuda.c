@@ -143,6 +143,14 @@ static struct attention_saved_sm90 saved_or_own(const struct attention_fwd *a, c
     return own;
 }
 
+/* Whether the E4M3 rows of Q and K stand for their BF16 forms, which are then not written: an inference, or a backward
+ * that reads rows. A search for scales (qk_scale) goes by way of BF16. */
+static bool rows_suffice(const struct attention_recipe *recipe, bool saves, bool saves_rows)
+{
+    return recipe->qk == QK_NVFP4_E4M3 && recipe->qk_scale == QK_SCALE_AMAX &&
+           (!saves || (saves_rows && recipe->qk_grad != QK_GRAD_LIFT));
+}
+
 /* What the kernels multiply. q8 and k8 are NULL unless scores are E4M3; what else the recipe has no use for points
  * anywhere and is not looked at. */
 static struct attention_operands_sm90 publish(const struct attention_fwd *a)
@@ -156,6 +164,7 @@ static struct attention_operands_sm90 publish(const struct attention_fwd *a)
     const struct head_view k = recipe->k_center ? centred_view(a, x.k) : a->k;
     const bool coded = recipe->qk != QK_BF16;
     const bool scores8 = recipe->qk == QK_NVFP4_E4M3;
+    const bool rows = rows_suffice(recipe, a->saved != NULL, own.q8 != m.q8);
     struct attention_publish_sm90 p = {
         .shape = *s,
         .recipe = recipe,
@@ -163,8 +172,8 @@ static struct attention_operands_sm90 publish(const struct attention_fwd *a)
         .k = k,
         .v = a->v,
         .amax = a->amax,
-        .own_q = x.q,
-        .own_k = x.k,
+        .own_q = rows ? NULL : x.q,
+        .own_k = rows ? NULL : x.k,
         .own_v = x.v,
         .q8 = own.q8,
         .k8 = own.k8,
@@ -232,6 +241,27 @@ void attention_complete_sm90(const struct cuda *on, const struct attention_shape
         .decoded = fwd_carve(shape, recipe, true, &carve).decoded,
     };
     attention_code_heads_sm90(on, &p);
+}
+
+void attention_restore_sm90(const struct cuda *on, const struct attention_shape *shape,
+                            const struct attention_recipe *recipe, void *saved)
+{
+    struct carve kept = {.base = saved};
+    const struct attention_saved_sm90 x = attention_saved_sm90_carve(shape, recipe, &kept);
+    if (!rows_suffice(recipe, true, x.q8 != NULL)) {
+        return;
+    }
+    const struct attention_publish_sm90 p = {
+        .shape = *shape,
+        .recipe = recipe,
+        .own_q = x.operands.q,
+        .own_k = x.operands.k,
+        .q8 = x.q8,
+        .k8 = x.k8,
+        .q_inverse = x.q_inverse,
+        .k_inverse = x.k_inverse,
+    };
+    attention_decode_heads_sm90(on, &p);
 }
 
 /* ---- the variant ------------------------------------------------------------------------------------------- */
@@ -354,6 +384,7 @@ static void bwd_sm90(const struct attention_bwd *call)
         return;
     }
     if (a->stats != NULL || attention_bwd_refuses_sm90(&a->shape, a->recipe) != NULL) {
+        attention_restore_sm90(a->cuda, s, a->recipe, (void *)(uintptr_t)a->saved); /* what the forward left out */
         attention_variant_cuda.bwd(a);
     } else {
         attention_bwd_sm90(a);

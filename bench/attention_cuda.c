@@ -88,6 +88,7 @@ static void tensors_open(struct cuda *cuda, const struct attention_shape *s, str
     int64_t heads = s->heads + 2 * s->kv_heads;
     most.qk = QK_NVFP4_E4M3;
     most.pv = PV_MXFP4;
+    attention_recipe_preset(&most, BWD_REPRESENTED);
     t->qkv = device_normal(cuda, (int64_t)qkv_bytes(s) / 2, 1, 1);
     t->copy = device_memory(qkv_bytes(s));
     t->out = device_memory((size_t)queries * sizeof(bf16));
@@ -116,13 +117,14 @@ static void tensors_close(struct tensors *t)
     }
 }
 
-/* Bytes that publishing must read and write, with the magnitudes known. */
+/* Bytes that publishing must read and write, with the magnitudes known: E4M3 rows of Q and K need no BF16 beside them.
+ */
 static double published_bytes(const struct attention_shape *s, const struct attention_recipe *recipe)
 {
     const double scores = (double)(s->heads + s->kv_heads) * (double)s->head_dim;
     const double values = (double)s->kv_heads * (double)s->head_dim;
     const double token = (recipe->qk == QK_BF16         ? 0
-                          : recipe->qk == QK_NVFP4_E4M3 ? 5
+                          : recipe->qk == QK_NVFP4_E4M3 ? 3
                                                         : 4) *
                              scores +
                          (recipe->pv == PV_BF16 ? 0 : 5) * values;
@@ -192,6 +194,7 @@ static void bench_shape(struct cuda *cuda, const struct attention_shape *s, int 
         struct attention_recipe recipe = attention_recipe_bf16();
         recipe.qk = routes[i].qk;
         recipe.pv = routes[i].pv;
+        attention_recipe_preset(&recipe, recipe.pv == PV_BF16 ? BWD_BF16 : BWD_REPRESENTED);
         bench_recipe(cuda, s, &t, &recipe, runs, publishing_alone);
         for (enum p_map map = P_CODE_SPACE; maps && recipe.pv == PV_MXFP4 && map <= P_AFFINE; map++) {
             recipe.p_map = map;

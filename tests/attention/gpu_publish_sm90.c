@@ -271,6 +271,7 @@ static void publish_on_gpu(const struct publish_case *c)
     a.k.data += s->heads * D;
     a.v.data += (s->heads + s->kv_heads) * D;
     const struct attention_operands_sm90 x = attention_fwd_publish_sm90(&a);
+    attention_restore_sm90(cuda, s, &c->recipe, two[1].device);
     for (int i = 0; i < 2; i++) {
         gpu_fetch(cuda, two[i].host, two[i].device, two[i].bytes);
     }

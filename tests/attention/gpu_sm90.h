@@ -34,8 +34,8 @@ struct gpu_case {
     const struct attention_variant *variant; /* sm90: its own passes where it has them */
     enum layout layout;
     enum pass passes;
-    bool inference;                  /* the forward saves nothing */
-    struct attention_stats *counted; /* on the device: of the forward, which then is that of variant "cuda" */
+    bool inference;                     /* the forward saves nothing */
+    struct attention_stats *counted[2]; /* on the device: of a forward or backward that then is variant "cuda"'s */
     bool unordered;
     size_t used, at[TENSORS], lse_at, saved_at, scratch_at, saved_bytes, scratch_bytes;
     /* Results, contiguous; NULL what the passes do not give. */
@@ -218,9 +218,8 @@ static inline void call_forward(const struct gpu_case *g)
                                        .lse_log2 = (float *)(image + g->lse_at),
                                        .saved = g->inference ? NULL : image + g->saved_at,
                                        .scratch = image + g->scratch_at,
-                                       .stats = g->counted};
-    const bool own = g->variant == &attention_variant_sm90 && g->counted == NULL;
-    (own ? attention_fwd_sm90 : g->variant->fwd)(&call);
+                                       .stats = g->counted[0]};
+    g->variant->fwd(&call);
 }
 
 static inline void call_backward(const struct gpu_case *g)
@@ -240,9 +239,9 @@ static inline void call_backward(const struct gpu_case *g)
                                        .lse_log2 = (const float *)(image + g->lse_at),
                                        .saved = image + g->saved_at,
                                        .scratch = image + g->scratch_at,
+                                       .stats = g->counted[1],
                                        .unordered = g->unordered};
-    const bool own = g->variant == &attention_variant_sm90 && !attention_bwd_refuses_sm90(&call.shape, call.recipe);
-    (own ? attention_bwd_sm90 : g->variant->bwd)(&call);
+    g->variant->bwd(&call);
 }
 
 /* Takes a region that the call may write out of the image. */
@@ -258,16 +257,19 @@ static inline void take(const struct gpu_case *g, size_t at, size_t bytes, void 
 static inline int gpu_case_run(struct gpu_case *g)
 {
     struct gpu *gpu = g->gpu;
+    unsigned char *saved = gpu->device + g->saved_at;
+    const bool own = g->variant == &attention_variant_sm90;
     cuda_upload(gpu->cuda, gpu->device, gpu->before, g->used);
     if (g->passes & FORWARD) {
         call_forward(g);
-    }
-    if (g->passes == BACKWARD && g->variant == &attention_variant_sm90) {
-        attention_complete_sm90(gpu->cuda, &g->c->shape, &g->c->recipe, gpu->device + g->saved_at,
-                                gpu->device + g->scratch_at);
+    } else if (own) {
+        attention_complete_sm90(gpu->cuda, &g->c->shape, &g->c->recipe, saved, gpu->device + g->scratch_at);
     }
     if (g->passes & BACKWARD) {
         call_backward(g);
+    }
+    if (own && (g->passes & FORWARD) && !g->inference) { /* all of it is compared */
+        attention_restore_sm90(gpu->cuda, &g->c->shape, &g->c->recipe, saved);
     }
     cuda_download(gpu->cuda, gpu->after, gpu->device, g->used);
     if (cuda_sync(gpu->cuda, "attention") != OK) {
@@ -280,11 +282,10 @@ static inline int gpu_case_run(struct gpu_case *g)
     }
     if (g->passes & FORWARD) {
         take(g, g->lse_at, lse_bytes(g), g->got_lse);
-        take(g, g->saved_at, g->inference ? 0 : g->saved_bytes, g->got_saved);
-    } else { /* what attention_complete_sm90 wrote behind the CPU's */
-        const size_t saved = g->c->variant->saved_bytes(&g->c->shape, &g->c->recipe);
-        take(g, g->saved_at + saved, g->saved_bytes - saved, NULL);
     }
+    /* Behind the CPU's state: what attention_complete_sm90 wrote. */
+    const size_t kept = g->passes & FORWARD ? 0 : g->c->variant->saved_bytes(&g->c->shape, &g->c->recipe);
+    take(g, g->saved_at + kept, g->inference ? 0 : g->saved_bytes - kept, g->got_saved);
     take(g, g->scratch_at, g->scratch_bytes, NULL);
     if (memcmp(gpu->before, gpu->after, g->used) == 0) {
         return 0;

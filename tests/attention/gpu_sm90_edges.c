@@ -444,15 +444,16 @@ static void one_token(void **state)
     assert_int_equal(bad, 0);
 }
 
-/* A forward with statistics, which variant "cuda" runs, leaves all that a Hopper backward reads. */
-static void counted_forward(void **state)
+/* Passes with statistics are those of variant "cuda": its forward leaves all that a Hopper backward reads, and its
+ * backward finds what a Hopper forward left out. */
+static void counted_passes(void **state)
 {
     struct gpu *gpu = *state;
     struct seen seen = {0};
     int bad = 0;
-    for (int r = 1; r < ROUTES; r++) {
-        const struct attention_recipe recipe = route(r);
-        const struct attention_shape s = shape_of(2, TOKENS, 4, 2, r % 2 == 0);
+    for (int i = 2; i < 2 * ROUTES; i++) {
+        const struct attention_recipe recipe = route(i / 2);
+        const struct attention_shape s = shape_of(2, TOKENS, 4, 2, i / 2 % 2 == 0);
         struct attention_case c;
         struct gpu_case g;
         char what[256];
@@ -460,14 +461,14 @@ static void counted_forward(void **state)
         case_forward(&c);
         case_backward(&c);
         gpu_case_open(&g, gpu, &c, APART, BOTH);
-        g.counted = gpu_array(gpu->cuda, NULL, sizeof *g.counted);
-        describe(&g, "counted", what, sizeof what);
+        g.counted[i % 2] = gpu_array(gpu->cuda, NULL, sizeof(struct attention_stats));
+        describe(&g, i % 2 == 0 ? "counted forward" : "counted backward", what, sizeof what);
         bad += gpu_case_run(&g) + compare_backward(&g, what, &seen);
-        cuda_free(g.counted);
+        cuda_free(g.counted[i % 2]);
         gpu_case_close(&g);
         case_close(&c);
     }
-    seen_print("after a counted forward", &seen);
+    seen_print("one pass counted", &seen);
     assert_int_equal(bad, 0);
 }
 
@@ -491,7 +492,7 @@ int main(int argc, char **argv)
                                        cmocka_unit_test(lost_rows),    cmocka_unit_test(not_finite),
                                        cmocka_unit_test(refused),      cmocka_unit_test(views_refused),
                                        cmocka_unit_test(no_elements),  cmocka_unit_test(one_token),
-                                       cmocka_unit_test(chosen),       cmocka_unit_test(counted_forward)};
+                                       cmocka_unit_test(chosen),       cmocka_unit_test(counted_passes)};
     gpu_arguments(argc, argv);
     return cmocka_run_group_tests(tests, gpu_open_state, gpu_close_state);
 }
