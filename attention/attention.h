@@ -73,8 +73,8 @@ struct attention_bwd {
     void *scratch;
     struct attention_stats *stats;
     const float *amax;
-    bool unordered; /* CUDA, run.deterministic = off: the FP32 sums of dQ may be added in any order, which is faster;
-                       two runs then differ in last bits. false: equal bits */
+    bool unordered; /* CUDA, run.deterministic = off: FP32 sums of dQ may be added in any order where that is faster
+                       (pv = bf16 on Hopper): two runs then differ in last bits. false: equal bits */
 };
 
 /* One implementation of both passes; they share the saved state, so they are chosen together. */

@@ -27,7 +27,7 @@ struct model_options {
     int64_t batch, tokens;   /* the largest B and T of a call */
     int64_t logit_columns;   /* CPU: vocabulary entries whose logits are held at once (bits!); 0 = the default */
     uint64_t seed;           /* for stochastic rounding inside linear recipes */
-    bool unordered;          /* CUDA, run.deterministic = off: sums of attention in any order, which is faster */
+    bool unordered;          /* CUDA, run.deterministic = off: sums in any order where that is faster */
     const struct model_trace *trace; /* CUDA; NULL: none */
 };
 
