@@ -17,7 +17,7 @@ takes_part()
     case $1:${2##*/} in
     *:gpu_train | *:gpu_faults | *:gpu_nccl | *:gpu_ranks) return 1 ;;
     racecheck:gpu_gemm | racecheck:gpu_model_bits | racecheck:gpu_bits) return 1 ;;
-    racecheck:gpu_sm90_inputs | racecheck:gpu_sm90_shapes | racecheck:gpu_sm90_long) return 0 ;;
+    racecheck:gpu_sm90_inputs | racecheck:gpu_sm90_shapes | racecheck:gpu_sm90_long | racecheck:gpu_sm90_maps) return 0 ;;
     racecheck:gpu_sm90_*) return 1 ;;
     initcheck:gpu_model | initcheck:gpu_model_bits | initcheck:gpu_bits) return 0 ;;
     initcheck:*) return 1 ;;
@@ -32,6 +32,7 @@ plan_of()
     racecheck:gpu_bwd) echo 6 40 ;;
     racecheck:gpu_linear) echo 3 25 ;;
     racecheck:gpu_rmsnorm | racecheck:gpu_cross_entropy) echo 3 30 ;;
+    racecheck:gpu_sm90_maps) echo 2 20 ;;
     racecheck:gpu_fwd | racecheck:gpu_sm90_*) echo 4 20 ;;
     racecheck:gpu_embedding | racecheck:gpu_gradnorm | *:gpu_model | *:gpu_model_bits | memcheck:gpu_rmsnorm) echo 1 30 ;;
     memcheck:gpu_bwd | memcheck:gpu_gemm | memcheck:gpu_linear | memcheck:gpu_sm90_edges) echo 2 25 ;;
@@ -68,8 +69,11 @@ run_one()
     if [ "${program##*/}" = gpu_bits ]; then # the shortest of the whole runs of the trainer; products are timed before
         set -- '*not_finite*' "$folder/choices"
         "$program" "$@" >"$folder/before" 2>&1
-    elif [ "$tool ${program##*/}" = 'racecheck gpu_model' ]; then # the only test without products
-        set -- "$1" '*losses_of_samples*'
+    else
+        case $tool:${program##*/} in
+        racecheck:gpu_model) set -- "$1" '*losses_of_samples*' ;; # the only test without products
+        racecheck:gpu_sm90_maps) set -- "$1" lengths ;;
+        esac
     fi
     CMOCKA_MESSAGE_OUTPUT=STDOUT timeout -s INT -k 10 "$limit" compute-sanitizer --tool "$tool" --print-limit 0 \
         --racecheck-num-workers 1 --show-backtrace device --log-file "$folder/log.%p" \
