@@ -50,6 +50,7 @@ b1_mxfp4_recentred  6 $any $switches/nvfp4_mxfp4_recentred.toml $fp8
 b1_mxfp4_zero       6 $any $switches/nvfp4_mxfp4_zero.toml $fp8
 b1_mxfp4_sampled    6 $any $switches/nvfp4_mxfp4_sampled.toml $fp8
 b1_e4m3_mxfp4       9 $any $switches/e4m3_mxfp4.toml $fp8
+b1_e4m3_affine      9 $any $switches/e4m3_mxfp4_affine.toml $fp8
 b1_bf16_moments32_no_master 9 $any --optim.moments=fp32 --optim.master=none
 EOF
 }
