@@ -86,7 +86,8 @@ __device__ __forceinline__ void add_values(struct code_sums &sums, const uint32_
 /* Where a consumer stands in the rings, and its operands: the lower words of descriptors. */
 struct consumer {
     struct ring kv;
-    int tiles; /* taken before the present one */
+    int tiles;           /* taken before the present one */
+    int turn, next_turn; /* barriers: of this warpgroup's turns at exponentials, of the next one's */
     uint32_t q, k, v;
 };
 
@@ -106,23 +107,14 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
     using layout = fwd_layout<SCORES8, true, KIND != CODES_FP8>;
     using shared = typename layout::shared;
 
-    /* Warpgroups take turns at exponentials: all of FP8's, the first of MXFP4's. Left alone they drift together, and
-     * then the tensor cores are idle while all of them make codes. FP8 behind BF16 scores gains nothing by turns. */
-    static constexpr bool TURNS = SCORES8 || KIND != CODES_FP8;
-
-    static __device__ __forceinline__ void take_turn(int warpgroup)
+    static __device__ __forceinline__ void take_turn(const struct consumer &w)
     {
-        if (TURNS) {
-            named_barrier_sync(BARRIER_TURN + warpgroup, 2 * WARPGROUP);
-        }
+        named_barrier_sync(w.turn, 2 * WARPGROUP);
     }
 
-    static __device__ __forceinline__ void give_turn(int warpgroup)
+    static __device__ __forceinline__ void give_turn(const struct consumer &w)
     {
-        if (TURNS) {
-            named_barrier_arrive(BARRIER_TURN + (warpgroup == layout::CONSUMERS - 1 ? 0 : warpgroup + 1),
-                                 2 * WARPGROUP);
-        }
+        named_barrier_arrive(w.next_turn, 2 * WARPGROUP);
     }
 
     static __device__ __forceinline__ void close_tile(const struct fwd_args &a, shared &s, const struct code_sums &sums,
@@ -144,10 +136,10 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
 
     /* A block that none of this warpgroup's rows sees. It must have arrived: one that is given back before would count
      * for the block that the slot held before. */
-    static __device__ __forceinline__ void pass_block(shared &s, struct consumer &w, int warpgroup)
+    static __device__ __forceinline__ void pass_block(shared &s, struct consumer &w)
     {
-        take_turn(warpgroup);
-        give_turn(warpgroup);
+        take_turn(w);
+        give_turn(w);
         mbarrier_wait(at(s.k_full[w.kv.stage]), w.kv.parity);
         mbarrier_wait(at(s.v_full[w.kv.stage]), w.kv.parity);
         release(at(s.k_empty[w.kv.stage]));
@@ -155,31 +147,27 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
         w.kv.next(layout::STAGES);
     }
 
-    /* Codes of a block whose V has arrived then. The wait for V is also what keeps exponentials in their place: ptxas
-     * moves them across a barrier, but not across the branch of a wait. */
+    /* Codes of a block whose V has arrived then. The wait for V stands where its branch keeps exponentials in their
+     * place, as far as that was worth it: ptxas moves them across a barrier, but not across a branch. */
     static __device__ __forceinline__ void make_codes(const float (&score)[64], struct code_rows &r, float c,
-                                                      const struct mx_rule &rule, uint32_t v_full, int parity,
-                                                      int warpgroup, uint32_t (&p)[16])
+                                                      const struct mx_rule &rule, shared &s, const struct consumer &w,
+                                                      uint32_t (&p)[16])
     {
+        const auto give = [&] { give_turn(w); };
         if constexpr (KIND == CODES_FP8) {
             const auto take = [&] {
-                take_turn(warpgroup);
-                if (TURNS) {
-                    mbarrier_wait(v_full, parity);
-                }
+                take_turn(w);
+                mbarrier_wait(at(s.v_full[w.kv.stage]), w.kv.parity);
             };
-            codes_fp8<SCORES8>(score, r, c, take, p);
-            mbarrier_wait(v_full, parity);
-            give_turn(warpgroup);
+            codes_fp8(score, r, c, take, give, p);
         } else {
             const auto take = [&] {
-                mbarrier_wait(v_full, parity);
-                take_turn(warpgroup);
+                mbarrier_wait(at(s.v_full[w.kv.stage]), w.kv.parity);
+                take_turn(w);
             };
-            codes_mx<KIND>(
-                score, r, c, rule, take, [&] { give_turn(warpgroup); }, p);
-            mbarrier_wait(v_full, parity);
+            codes_mx<KIND>(score, r, c, rule, take, give, p);
         }
+        mbarrier_wait(at(s.v_full[w.kv.stage]), w.kv.parity);
         wgmma_pin(p);
     }
 
@@ -193,7 +181,7 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
         struct code_sums sums = {};
         struct code_rows r = {{-INFINITY, -INFINITY}, {}};
         for (int j = n - 1; j > own; j--) {
-            pass_block(s, w, warpgroup);
+            pass_block(s, w);
         }
         if (own >= 0) {
             mbarrier_wait(at(s.k_full[w.kv.stage]), w.kv.parity);
@@ -211,7 +199,7 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
             if (j == own && (a.causal || a.tokens % TILE != 0)) {
                 mask<layout::BLOCKED>(score, a, t.row + own_row(warpgroup), j * TILE);
             }
-            make_codes(score, r, t.c, rule, at(s.v_full[w.kv.stage]), w.kv.parity, warpgroup, p);
+            make_codes(score, r, t.c, rule, s, w, p);
             wgmma_fence();
             add_values<KIND, SCORES8>(sums, p, v, r.factor, at(s.v_empty[w.kv.stage]), [&] {
                 w.kv.next(layout::STAGES);
@@ -235,8 +223,10 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
         w.q = kept((uint32_t)operand_k_major(shared_address(s.q[0]) + warpgroup * (PANEL / 2)));
         w.k = kept((uint32_t)operand_k_major(shared_address(s.k[0])));
         w.v = kept((uint32_t)operand_k_major(shared_address(s.v[0])));
+        w.turn = BARRIER_TURN + warpgroup;
+        w.next_turn = BARRIER_TURN + (warpgroup == layout::CONSUMERS - 1 ? 0 : warpgroup + 1);
         if (warpgroup == layout::CONSUMERS - 1) {
-            give_turn(warpgroup); /* the first is warpgroup 0's */
+            give_turn(w); /* the first is warpgroup 0's */
         }
         for (;; w.tiles++) {
             const struct fwd_tile t = take_tile(s, w.tiles);

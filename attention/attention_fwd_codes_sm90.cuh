@@ -38,9 +38,10 @@ struct code_rows {
  * takes four clocks of a scheduler instead of two, and so do IMAD and HFMA2; ex2 nine instead of eight; FP32 additions
  * and multiply-adds stay near one. So ALU instructions are what is counted below.
  *
- * What needs other threads (anchors, and a vote where maxima by integers may be wrong) runs beside the first
- * exponentials, which are made on what nearly always holds, and again where it does not. take() and give() are called
- * around a part of them, at which warpgroups take turns. */
+ * Exponentials are what warpgroups take turns at, the first quarter of a block's: take() waits for the turn, give()
+ * hands it on. Left alone warpgroups drift together, and then the tensor cores are idle while all of them make codes.
+ * Maxima by integers are right but where all scores of a thread are negative; what follows from them is used on the
+ * belief that it is, and a vote that comes back under the first exponentials repeats these if not. */
 
 /* ---- maxima ------------------------------------------------------------------------------------------------ */
 
@@ -80,15 +81,6 @@ __device__ __forceinline__ void largest_scores(const float (&s)[64], int (&large
 {
     largest[0] = reduced<max3>(s, 0);
     largest[1] = reduced<max3>(s, 1);
-}
-
-/* Puts right what is negative. */
-__device__ __forceinline__ void largest_of_negative(const float (&s)[64], int (&largest)[2])
-{
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        largest[h] = largest[h] < 0 ? reduced<min3>(s, h) : largest[h];
-    }
 }
 
 /* ---- MXFP4 ------------------------------------------------------------------------------------------------- */
@@ -188,18 +180,15 @@ __device__ __forceinline__ float mx_exponent(int largest, float c, const struct 
 }
 
 /* Scores to the A registers of P V. A thread has a block of 32 keys of each row, so that exponents, and with them
- * codes, need nobody else: only what a code stands for does. It is nearly always so that largest scores are not
- * negative and exponents in the range of E5M2; two selectors (EARLY) are made on that belief while threads exchange
- * exponents. */
+ * codes, need nobody else: only what a code stands for does. The belief is also that exponents are in E5M2's range. */
 template <enum code_kind KIND, class TAKE, class GIVE>
 __device__ __forceinline__ void codes_mx(const float (&s)[64], struct code_rows &r, float c, const struct mx_rule &rule,
                                          const TAKE &take, const GIVE &give, uint32_t (&p)[16])
 {
-    enum { EARLY = 2 };
+    enum { EARLY = 2 }; /* selectors */
     uint32_t early[EARLY];
     int largest[2];
     float exponent[2], anchor[2];
-    bool plain = true;
     largest_scores(s, largest);
     exponent[0] = mx_exponent(largest[0], c, rule);
     take();
@@ -208,15 +197,14 @@ __device__ __forceinline__ void codes_mx(const float (&s)[64], struct code_rows 
         early[b] = mx_selector<KIND>(s, b, 0, c, exponent[0], rule);
     }
     exponent[1] = mx_exponent(largest[1], c, rule);
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        anchor[h] = max_or_nan(r.anchor[h], quad_max(exponent[h]));
-        plain = plain && largest[h] >= 0 && exponent[h] >= anchor[h] - MX_RANGE; /* false if NaN */
-    }
+    anchor[0] = max_or_nan(r.anchor[0], quad_max(exponent[0]));
+    anchor[1] = max_or_nan(r.anchor[1], quad_max(exponent[1]));
+    const bool plain = min(largest[0], largest[1]) >= 0 && exponent[0] >= anchor[0] - MX_RANGE &&
+                       exponent[1] >= anchor[1] - MX_RANGE; /* not where one is a NaN */
     if (!__all_sync(0xffffffffu, plain)) {
-        largest_of_negative(s, largest);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
+            largest[h] = largest[h] < 0 ? reduced<min3>(s, h) : largest[h]; /* negative: the least integer */
             exponent[h] = mx_exponent(largest[h], c, rule);
             anchor[h] = max_or_nan(r.anchor[h], quad_max(exponent[h]));
             exponent[h] = fmaxf(exponent[h], anchor[h] - MX_RANGE);
@@ -257,44 +245,54 @@ __device__ __forceinline__ uint32_t fp8_word(const float (&s)[64], int i, float 
     return fp8_bytes(s + i / 4 * 16 + i / 2 % 2 * 8 + 2 * h, c, FP8_LIFT + WHOLE - anchor[h]);
 }
 
-/* Anchors that cover these largest scores as well. A NaN stays. */
-__device__ __forceinline__ void fp8_anchors(const int (&largest)[2], const struct code_rows &r, float c,
-                                            float (&anchor)[2])
+/* The largest of the thread's 32 scores of a row, whatever their signs. */
+__device__ __forceinline__ float largest_of_any(const float (&s)[64], int h)
 {
+    float chain[4];
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        anchor[h] = max_or_nan(r.anchor[h], quad_max(__fmaf_ru(__int_as_float(largest[h]), c, WHOLE)));
+    for (int j = 0; j < 16; j++) {
+        const float pair = max_or_nan(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]);
+        chain[j % 4] = j < 4 ? pair : max_or_nan(chain[j % 4], pair);
     }
+    return max_or_nan(max_or_nan(chain[0], chain[1]), max_or_nan(chain[2], chain[3]));
+}
+
+/* The anchor that covers this largest score as well. A NaN stays. */
+__device__ __forceinline__ float fp8_anchor(float before, float largest, float c)
+{
+    return max_or_nan(before, quad_max(__fmaf_ru(largest, c, WHOLE)));
 }
 
 /* Scores to the A registers of P V. An anchor that is not negative is right: what is taken for the largest of negative
- * scores is one of them. VOTE_FIRST: the vote comes before exponentials (faster where warpgroups take turns at them),
- * else under the first of them. */
-template <bool VOTE_FIRST, class TAKE>
+ * scores is one of them. */
+template <class TAKE, class GIVE>
 __device__ __forceinline__ void codes_fp8(const float (&s)[64], struct code_rows &r, float c, const TAKE &take,
-                                          uint32_t (&p)[16])
+                                          const GIVE &give, uint32_t (&p)[16])
 {
-    enum { EARLY = VOTE_FIRST ? 0 : 2 };
+    enum { EARLY = 4 }; /* words */
     int largest[2];
     float anchor[2];
     largest_scores(s, largest);
-    if (VOTE_FIRST && __any_sync(0xffffffffu, min(largest[0], largest[1]) < 0)) {
-        largest_of_negative(s, largest);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        anchor[h] = fp8_anchor(r.anchor[h], __int_as_float(largest[h]), c);
     }
-    fp8_anchors(largest, r, c, anchor);
     take();
 #pragma unroll
     for (int i = 0; i < EARLY; i++) {
         p[i] = fp8_word(s, i, c, anchor);
     }
-    if (!VOTE_FIRST && !__all_sync(0xffffffffu, anchor[0] >= WHOLE && anchor[1] >= WHOLE)) {
-        largest_of_negative(s, largest);
-        fp8_anchors(largest, r, c, anchor);
+    if (!__all_sync(0xffffffffu, anchor[0] >= WHOLE && anchor[1] >= WHOLE)) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            anchor[h] = fp8_anchor(r.anchor[h], largest_of_any(s, h), c);
+        }
 #pragma unroll
         for (int i = 0; i < EARLY; i++) {
             p[i] = fp8_word(s, i, c, anchor);
         }
     }
+    give();
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         r.factor[h] = exp2_fast(r.anchor[h] - anchor[h]);
