@@ -387,6 +387,22 @@ static __global__ void lower_rows_kernel(bf16 *x, int64_t per_head, const head_f
     }
 }
 
+/* Likewise, the way back. */
+static __global__ void raise_rows_kernel(const uint8_t *rows, int64_t per_head, const float *inverse, bf16 *x)
+{
+    const int64_t head = blockIdx.y;
+    const float back = inverse[head];
+    for (int64_t i = ((int64_t)blockIdx.x * LOWER_THREADS + threadIdx.x) * 16; i < per_head;
+         i += (int64_t)gridDim.x * LOWER_THREADS * 16) {
+        const uint4 codes = *reinterpret_cast<const uint4 *>(rows + head * per_head + i);
+        const uint2 a = decoded_bf16(codes.x, back), b = decoded_bf16(codes.y, back);
+        const uint2 c = decoded_bf16(codes.z, back), d = decoded_bf16(codes.w, back);
+        bf16 *at = x + head * per_head + i;
+        store_words(at, make_uint4(a.x, a.y, b.x, b.y));
+        store_words(at + 8, make_uint4(c.x, c.y, d.x, d.y));
+    }
+}
+
 /* ---- host -------------------------------------------------------------------------------------------------- */
 
 static publish_plan plan_of(const struct attention_publish_sm90 *a)
@@ -477,22 +493,6 @@ void attention_publish_heads_sm90(const struct cuda *on, const struct attention_
     if (p.scores[0].decoded != NULL) {
         lower_rows(on, a, p.scores[0]);
         lower_rows(on, a, p.scores[1]);
-    }
-}
-
-/* Grid (slices, heads): 16 values a thread and turn. */
-static __global__ void raise_rows_kernel(const uint8_t *rows, int64_t per_head, const float *inverse, bf16 *x)
-{
-    const int64_t head = blockIdx.y;
-    const float back = inverse[head];
-    for (int64_t i = ((int64_t)blockIdx.x * LOWER_THREADS + threadIdx.x) * 16; i < per_head;
-         i += (int64_t)gridDim.x * LOWER_THREADS * 16) {
-        const uint4 codes = *reinterpret_cast<const uint4 *>(rows + head * per_head + i);
-        const uint2 a = decoded_bf16(codes.x, back), b = decoded_bf16(codes.y, back);
-        const uint2 c = decoded_bf16(codes.z, back), d = decoded_bf16(codes.w, back);
-        bf16 *at = x + head * per_head + i;
-        store_words(at, make_uint4(a.x, a.y, b.x, b.y));
-        store_words(at + 8, make_uint4(c.x, c.y, d.x, d.y));
     }
 }
 
