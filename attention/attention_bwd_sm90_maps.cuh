@@ -13,35 +13,20 @@
  * in E5M2 holds nothing; above 1 is only an LSE2 that does not belong to the scores. */
 enum { FIELD = 29, FIELD_LEAST = FIELD - 23, FIELD_MOST = FIELD + 1, BOTH_HALVES = 0x10001 };
 
-/* Fields of the blocks of 32 keys (the rows of two warps) of this thread's 16 queries, two a register; `shared`: 128
- * bytes of each warp. whole: 1536 and what the family adds before the floor. */
+/* Fields of blocks of 32 keys (the rows of two warps). whole: 1536 and what the family adds before the floor. */
 static __device__ __forceinline__ void block_fields(const float (&d)[32], float whole, char *shared, int wg,
                                                     uint32_t (&e)[8])
 {
-    const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         e[j] = pack_f16_down(__fadd_rd(fmaxf(d[4 * j], d[4 * j + 2]), whole),
                              __fadd_rd(fmaxf(d[4 * j + 1], d[4 * j + 3]), whole));
     }
-    halve<4>(e, 16);
-    halve<2>(e, 8);
-    halve<1>(e, 4);
     /* The least first: what lies far below is no integer, and the sum would leave 16 bits. */
-    const uint32_t least = __vmaxs2(e[0], (HALF_1536 - FIELD + FIELD_LEAST) * BOTH_HALVES);
-    uint32_t *words = reinterpret_cast<uint32_t *>(shared);
-    words[warp * 32 + (lane & 3) * 8 + (lane >> 2)] =
+    const uint32_t least = __vmaxs2(warp_largest(e), (HALF_1536 - FIELD + FIELD_LEAST) * BOTH_HALVES);
+    const uint32_t field =
         __viaddmin_s16x2(least, ((FIELD - HALF_1536) & 0xffff) * (uint32_t)BOTH_HALVES, FIELD_MOST * BOTH_HALVES);
-    named_barrier_sync(BARRIER_PAIR + 2 * wg + (warp >> 1), 64);
-    const uint4 *pair = reinterpret_cast<const uint4 *>(words + (warp & 2) * 32 + (lane & 3) * 8);
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const uint4 a = pair[i], b = pair[i + 8];
-        e[4 * i] = __vmaxs2(a.x, b.x);
-        e[4 * i + 1] = __vmaxs2(a.y, b.y);
-        e[4 * i + 2] = __vmaxs2(a.z, b.z);
-        e[4 * i + 3] = __vmaxs2(a.w, b.w);
-    }
+    pair_largest(field, shared, wg, e);
 }
 
 /* Two codes of one key, as FP16: E2M1 codes times 2^9, which is E2M1 values times 2^-14. `offset`: the line's, of

@@ -38,23 +38,22 @@ template <int N> static __device__ __forceinline__ void halve(uint32_t (&e)[8], 
     }
 }
 
-/* Exponents of blocks of 32 keys (the rows of two warps) for this thread's 16 queries, two a register; `shared`: 128
- * bytes of each warp. v: not negative. */
-template <enum p_code CODE>
-static __device__ __forceinline__ void block_exponents(const float (&v)[32], char *shared, int wg, uint32_t (&e)[8])
+/* The largest of the warp's 16 keys, of words e of all lanes: of group j = g in lane 4 g + c. */
+static __device__ __forceinline__ uint32_t warp_largest(uint32_t (&e)[8])
 {
-    const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-        e[j] = bytes_by(__float_as_uint(fmaxf(v[4 * j], v[4 * j + 2])),
-                        __float_as_uint(fmaxf(v[4 * j + 1], v[4 * j + 3])), 0x7632);
-    }
     halve<4>(e, 16);
     halve<2>(e, 8);
     halve<1>(e, 4);
+    return e[0];
+}
+
+/* The larger ones of the warp's words (as warp_largest gives them, positive) and those of the warp that has the other
+ * half of the blocks, for this thread's 16 queries, two a register; `shared`: 128 bytes of each warp. */
+static __device__ __forceinline__ void pair_largest(uint32_t word, char *shared, int wg, uint32_t (&e)[8])
+{
+    const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
     uint32_t *words = reinterpret_cast<uint32_t *>(shared);
-    /* lane 4 g + c holds group j = g */
-    words[warp * 32 + (lane & 3) * 8 + (lane >> 2)] = block_exponents_of<CODE>(e[0]);
+    words[warp * 32 + (lane & 3) * 8 + (lane >> 2)] = word;
     named_barrier_sync(BARRIER_PAIR + 2 * wg + (warp >> 1), 64);
     const uint4 *pair = reinterpret_cast<const uint4 *>(words + (warp & 2) * 32 + (lane & 3) * 8);
 #pragma unroll
@@ -65,6 +64,18 @@ static __device__ __forceinline__ void block_exponents(const float (&v)[32], cha
         e[4 * i + 2] = __vmaxs2(a.z, b.z);
         e[4 * i + 3] = __vmaxs2(a.w, b.w);
     }
+}
+
+/* Exponents of blocks of 32 keys (the rows of two warps). v: not negative. */
+template <enum p_code CODE>
+static __device__ __forceinline__ void block_exponents(const float (&v)[32], char *shared, int wg, uint32_t (&e)[8])
+{
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        e[j] = bytes_by(__float_as_uint(fmaxf(v[4 * j], v[4 * j + 2])),
+                        __float_as_uint(fmaxf(v[4 * j + 1], v[4 * j + 3])), 0x7632);
+    }
+    pair_largest(block_exponents_of<CODE>(warp_largest(e)), shared, wg, e);
 }
 
 /* Pairs of y 2^-14, y in [0, 10), to E2M1(y) 2^-14 times the powers of two of `scale`, exactly; all FP16. */
