@@ -111,6 +111,46 @@ static void far_scores(void **state)
     assert_int_equal(bad, 0);
 }
 
+static int64_t not_finite(const struct gpu_case *g, enum tensor t)
+{
+    int64_t n = 0;
+    for (size_t i = 0; i < tensor_bytes(g, t) / sizeof(bf16); i++) {
+        n += !isfinite(bf16_to_float(g->got[t][i]));
+    }
+    return n;
+}
+
+/* A NaN of an input shows in what training sees, although the code of a NaN is a zero. */
+static void broken_inputs(void **state)
+{
+    int bad = 0;
+    for (int i = 0; i < 4 * 3; i++) {
+        const struct attention_recipe recipe = map_recipe(i % 4);
+        const struct attention_shape s = shape_of(1, 200, 4, 2, true);
+        struct attention_case c;
+        struct gpu_case g;
+        if (gpu_leaves_out(5)) {
+            continue;
+        }
+        case_open(&c, &s, &recipe, INPUT_GAUSS, 41);
+        bf16 *inputs[] = {c.q, c.k, c.dout};
+        inputs[i / 4][70 * 2 * D + 5] = bf16_from_float(NAN);
+        gpu_case_open(&g, *state, &c, APART, BOTH);
+        bad += gpu_case_run(&g);
+        for (int t = OUT; t < TENSORS; t++) {
+            const bool expected = t != OUT || i / 4 != 2; /* O does not depend on dO */
+            if (t != DOUT && (not_finite(&g, (enum tensor)t) > 0) != expected) {
+                print_message("broken input %d, recipe %d: tensor %d has %lld that are not finite\n", i / 4, i % 4, t,
+                              (long long)not_finite(&g, (enum tensor)t));
+                bad++;
+            }
+        }
+        gpu_case_close(&g);
+        case_close(&c);
+    }
+    assert_int_equal(bad, 0);
+}
+
 /* ---- beside the variant cuda ------------------------------------------------------------------------------- */
 
 /* Both passes of either: the forward's codes and the backward's are those of one device. A row where the two forwards
@@ -199,9 +239,10 @@ static void accepted(void **state)
 
 int main(int argc, char **argv)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(inputs),     cmocka_unit_test(lengths),
-                                       cmocka_unit_test(far_scores), cmocka_unit_test(both_passes),
-                                       cmocka_unit_test(anchors),    cmocka_unit_test(accepted)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(inputs),      cmocka_unit_test(lengths),
+                                       cmocka_unit_test(far_scores),  cmocka_unit_test(broken_inputs),
+                                       cmocka_unit_test(both_passes), cmocka_unit_test(anchors),
+                                       cmocka_unit_test(accepted)};
     gpu_arguments(argc, argv);
     return cmocka_run_group_tests(tests, gpu_open_state, gpu_close_state);
 }
