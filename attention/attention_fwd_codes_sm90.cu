@@ -165,7 +165,7 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
                 mbarrier_wait(at(s.v_full[w.kv.stage]), w.kv.parity);
                 take_turn(w);
             };
-            codes_mx<KIND>(score, r, c, rule, take, give, p);
+            codes_mx<KIND, SCORES8>(score, r, c, rule, take, give, p);
         }
         mbarrier_wait(at(s.v_full[w.kv.stage]), w.kv.parity);
         wgmma_pin(p);

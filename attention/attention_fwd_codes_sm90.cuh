@@ -181,11 +181,11 @@ __device__ __forceinline__ float mx_exponent(int largest, float c, const struct 
 
 /* Scores to the A registers of P V. A thread has a block of 32 keys of each row, so that exponents, and with them
  * codes, need nobody else: only what a code stands for does. The belief is also that exponents are in E5M2's range. */
-template <enum code_kind KIND, class TAKE, class GIVE>
+template <enum code_kind KIND, bool SCORES8, class TAKE, class GIVE>
 __device__ __forceinline__ void codes_mx(const float (&s)[64], struct code_rows &r, float c, const struct mx_rule &rule,
                                          const TAKE &take, const GIVE &give, uint32_t (&p)[16])
 {
-    enum { EARLY = 2 }; /* selectors */
+    enum { EARLY = SCORES8 ? 1 : 2 }; /* selectors: by measurement */
     uint32_t early[EARLY];
     int largest[2];
     float exponent[2], anchor[2];
