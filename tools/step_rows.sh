@@ -23,6 +23,7 @@ b1_bf16             9 $any
 b1_fp8              9 $any $arms/nvfp4_fp8.toml $fp8
 b4_bf16             6 $any $b4
 b4_attn_fp8         6 $any $b4 $arms/nvfp4_fp8.toml --linear.attn=fp8
+b4_attn_e4m3        6 $any $b4 $switches/e4m3_fp8.toml --linear.attn=fp8
 b4_fp8              6 $any $b4 $arms/nvfp4_fp8.toml $fp8
 t8192_bf16          8 $any --data.seq_len=8192
 t8192_fp8           8 $any --data.seq_len=8192 $arms/nvfp4_fp8.toml $fp8
