@@ -212,8 +212,9 @@ static __global__ void __launch_bounds__(BWD_THREADS, 1)
     bwd_bf16_kernel(const struct bwd_plan p, const __grid_constant__ struct bwd_maps maps)
 {
     extern __shared__ char raw[];
+    const int number = ORDERED ? number_taken(p) : blockIdx.x;
     const struct shared s = shared_open(raw, AT_BARRIERS);
-    const struct unit u = unit_of(p, blockIdx.x, ORDERED);
+    const struct unit u = unit_of(p, number, ORDERED);
     if (threadIdx.x < 128) {
         registers_lower<24>();
         if (threadIdx.x == 0) {
@@ -259,6 +260,7 @@ static struct bwd_plan plan_of(const struct attention_shape *shape, bool unorder
     if (!fp8) {
         p.dq = (float *)carve_take(&carve, tiles * BWD_TILE * sizeof *p.dq);
         p.turns = (uint32_t *)carve_take(&carve, tiles * 2 * sizeof *p.turns);
+        p.begun = (uint32_t *)carve_take(&carve, sizeof *p.begun);
     }
     *bytes = carve.used;
     return p;
@@ -287,7 +289,7 @@ extern "C" const char *attention_bwd_refuses_sm90(const struct attention_shape *
         return "heads must be a multiple of kv_heads, tokens at least 1";
     }
     if (recipe->backward != BWD_BF16) {
-        return attention_bwd_fp8_refuses_sm90(recipe);
+        return attention_bwd_fp8_refuses_sm90(shape, recipe);
     }
     if (recipe->qk != QK_BF16 || recipe->pv != PV_BF16 || recipe->bwd_p != BWD_P_BF16 || recipe->bwd_v != BWD_V_BF16 ||
         recipe->bwd_stat != BWD_STAT_SAVED || recipe->do_format != DO_BF16 || recipe->k_center || recipe->dk_center ||

@@ -30,6 +30,7 @@ struct bwd_plan {
     float *dq;       /* BF16: (B, H, tiles, BWD_TILE); zero before the kernel only where sums have no order */
     float *stats;    /* (B, H, tiles, BWD_STATISTICS) */
     uint32_t *turns; /* BF16: (B, H, tiles, 2): ordered sums: blocks that have added their half of the features */
+    uint32_t *begun; /* BF16: blocks of the kernel that have begun */
     struct head_view dk, dv;
 };
 
@@ -53,6 +54,18 @@ static __device__ __forceinline__ struct unit unit_of(const struct bwd_plan &p, 
     u.kv = head % p.kv_heads;
     u.first = p.causal ? u.block * (BWD_KEYS / BWD_QUERIES) : 0;
     return u;
+}
+
+/* Blocks that wait for lower numbers take theirs in the order in which they begin, since CUDA promises no order of
+ * blockIdx. By all threads. */
+static __device__ __forceinline__ int number_taken(const struct bwd_plan &p)
+{
+    __shared__ int number;
+    if (threadIdx.x == 0) {
+        number = (int)atomicAdd(p.begun, 1u);
+    }
+    __syncthreads();
+    return number;
 }
 
 /* Tiles of one query head after the other. Without a mask and in any order each block starts elsewhere, and comes round

@@ -96,6 +96,7 @@ static __device__ __forceinline__ void sum_dq(const struct bwd8_plan &p, const s
         }
         ring_next<DQ_STAGES>(r);
     }
+    named_barrier_sync(BARRIER_HALF + wg, 128); /* no warp multiplies the warpgroup's dS any more */
     const struct bwd_lifts l = lifts_of(p, u.batch * p.b.kv_heads + u.kv);
     bf16 *y = dq.data + u.batch * dq.batch_stride + (wg == 0 ? u.head0 : u.head1) * dq.head_stride;
 #pragma unroll

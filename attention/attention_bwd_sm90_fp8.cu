@@ -264,6 +264,19 @@ static __device__ __forceinline__ float score_factor_of(const struct bwd8_plan &
     return QK8 ? p.b.c * p.q_inverse[u.batch * p.b.heads + head] * p.k_inverse[u.batch * p.b.kv_heads + u.kv] : p.b.c;
 }
 
+/* [mbarrier.test_wait] Whether the phase of this parity is complete. */
+static __device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity)
+{
+    uint32_t complete;
+    asm volatile("{\n\t.reg .pred done;\n\t"
+                 "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n\t"
+                 "selp.u32 %0, 1, 0, done;\n\t}"
+                 : "=r"(complete)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+    return complete != 0;
+}
+
 /* Read anew, so that what follows from it is not kept in registers. */
 static __device__ __forceinline__ int lane_now()
 {
@@ -322,6 +335,8 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
         if (tile < masked_below) {
             mask_scores(p.b, u.block * BWD_KEYS + own * 16 + (lane_now() >> 2), tile, x);
         }
+        ring_next<STAGES>(r);
+        const bool loaded = mbarrier_test(barrier_at(s, LOADED + r.stage), r.parity);
         distances(x, rows, score_factor);
         read_statistics(rows, stats_at + stage * (BWD_STATISTICS * 4) + BWD_QUERIES * 4);
         if (CODE == CODE_FP8) {
@@ -331,8 +346,7 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
         } else {
             mxfp4_codes<CODE>(x, s.memory + R::AT_EXPONENTS + (i & 1) * 1024 + wg * 512, wg, px);
         }
-        ring_next<STAGES>(r);
-        if (i + 1 < n) {
+        if (i + 1 < n && !loaded) {
             mbarrier_wait(barrier_at(s, LOADED + r.stage), r.parity);
         }
         wgmma_pin(px);
@@ -345,6 +359,7 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
         product_scores<QK8>(x, k_rows, operand_at(s.base, R::AT_Q, r.stage, R::ROWS_Q));
         wgmma_wait<2>();
         wgmma_pin(y);
+        /* px is read while dV's product may still read it too: PTX leaves any access open, the hardware only reads. */
         ds_codes<CODE>(y, px, rows, dp_factor, dsx);
         const uint32_t buffer = (uint32_t)i % DS_BUFFERS;
         mbarrier_wait(barrier_at(s, SENT + buffer), ((uint32_t)i / DS_BUFFERS & 1) ^ 1);
@@ -417,8 +432,15 @@ static struct bwd_rules rules_of(const struct attention_recipe *recipe)
     return r;
 }
 
-extern "C" const char *attention_bwd_fp8_refuses_sm90(const struct attention_recipe *recipe)
+extern "C" const char *attention_bwd_fp8_refuses_sm90(const struct attention_shape *shape,
+                                                      const struct attention_recipe *recipe)
 {
+    const int64_t blocks = (shape->tokens + BWD_KEYS - 1) / BWD_KEYS;
+    const int64_t pairs = shape->causal ? blocks * (blocks + 1) / 2 : blocks * blocks;
+    if (pairs * (shape->heads / shape->kv_heads) * BWD8_PAIR > 40ll << 30) {
+        return "the Hopper FP8 backward keeps dS of a kv head in scratch, 40 GiB at most (131072 tokens of four query "
+               "heads)";
+    }
     if (recipe->pv != PV_FP8 && recipe->pv != PV_MXFP4) {
         return "the Hopper FP8 backward carries pv = fp8 and mxfp4";
     }
@@ -449,14 +471,27 @@ extern "C" const char *attention_bwd_fp8_refuses_sm90(const struct attention_rec
     return NULL;
 }
 
-/* Units whose dS is in memory at the same time: as many of those that run together as 1.25 GiB hold, but one turn of
- * them at least, since the GPU empties after each. */
+/* Bytes of dS of one unit, and of those in memory at the same time: of all, or 1.25 GiB; and of one turn of those that
+ * run together at least (256 blocks of keys at most, or one unit), since the GPU empties after each. Longer sequences
+ * never take less, so that what is planned for the longest call holds every other. */
+static int64_t ds_of_unit(const struct bwd_plan &p)
+{
+    return pairs_of_head(p) * (p.heads / p.kv_heads) * BWD8_PAIR;
+}
+
+static int64_t ds_bytes(const struct bwd_plan &p)
+{
+    const int64_t least = 5ll << 28, all = p.units * ds_of_unit(p);
+    const int64_t few = p.causal ? 128ll * (p.blocks + 1) * (p.heads / p.kv_heads) * BWD8_PAIR : 0;
+    const int64_t turn = few > ds_of_unit(p) ? few : ds_of_unit(p), most = turn > least ? turn : least;
+    return all < most ? all : most;
+}
+
+/* Units whose dS is in memory at the same time: all, or whole turns. */
 static int units_together(const struct bwd_plan &p)
 {
-    const int64_t turn = p.heads_together, bytes = (int64_t)p.heads / p.kv_heads * pairs_of_head(p) * BWD8_PAIR;
-    const int64_t turns = (5ll << 28) / (bytes * turn);
-    const int64_t most = turns < 1 ? turn : turns * turn;
-    return (int)(most < p.units ? most : p.units);
+    const int64_t fit = ds_bytes(p) / ds_of_unit(p);
+    return (int)(fit < p.units ? fit / p.heads_together * p.heads_together : p.units);
 }
 
 struct bwd8_plan bwd8_plan_of(const struct bwd_plan &base, const struct attention_recipe *recipe, void *scratch,
@@ -478,8 +513,7 @@ struct bwd8_plan bwd8_plan_of(const struct bwd_plan &base, const struct attentio
     p.ds_factor = exp2f(-p.shift) / unit;
     p.dv_factor = exp2f(-p.shift) / unit;
     p.together = units_together(base);
-    p.ds = (uint8_t *)carve_take(&carve, (size_t)p.together * (base.heads / base.kv_heads) *
-                                             (size_t)pairs_of_head(base) * BWD8_PAIR);
+    p.ds = (uint8_t *)carve_take(&carve, (size_t)ds_bytes(base));
     *bytes = carve.used;
     return p;
 }

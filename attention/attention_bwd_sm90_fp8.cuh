@@ -119,7 +119,8 @@ void bwd8_publish(const struct cuda *on, const struct bwd8_plan &p, const struct
 struct bwd8_plan bwd8_plan_of(const struct bwd_plan &base, const struct attention_recipe *recipe, void *scratch,
                               size_t *bytes);
 void bwd8_run(const struct attention_bwd *a, struct bwd8_plan p);
-extern "C" const char *attention_bwd_fp8_refuses_sm90(const struct attention_recipe *recipe);
+extern "C" const char *attention_bwd_fp8_refuses_sm90(const struct attention_shape *shape,
+                                                      const struct attention_recipe *recipe);
 
 /* dQ of `units` units from `first` on, from their dS (attention_bwd_sm90_dq.cu). */
 void bwd8_dq(const struct cuda *on, const struct bwd8_plan &p, const struct head_view &dq, int first, int units);

@@ -1,5 +1,5 @@
 /* attention: what the Hopper backward does before its kernel where nothing is published (the BF16 route): statistics of
- * rows and, for sums in any order, a zero dQ; and after it, on every route, the rounding of dQ. */
+ * rows and, for sums in any order, a zero dQ; and after it the rounding of dQ. */
 #include "attention/attention_bwd_sm90_fp8.cuh"
 
 /* Sixteen neighbouring lanes. */
@@ -30,6 +30,9 @@ static __global__ void __launch_bounds__(256)
     }
     if (threadIdx.x < 2) {
         p.turns[at * 2 + threadIdx.x] = 0;
+    }
+    if (at == 0 && threadIdx.x == 0) {
+        *p.begun = 0;
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
