@@ -161,7 +161,7 @@ test-gpu: all test-gpu-binaries ## the tests that need a GPU
 
 LIMIT ?= 0
 sanitize-gpu: $(if $(SANITIZE),$(PROGRAMS) $(GPU_TESTS)) ## the small cases of the GPU tests under compute-sanitizer, in a build of their own; LIMIT=seconds a program
-	$(if $(SANITIZE),BUILD_DIR=$(OUT) tools/sanitize_gpu.sh $(LIMIT) $(GPU_TESTS),$(MAKE) SANITIZE=1 sanitize-gpu)
+	$(if $(SANITIZE),BUILD_DIR=$(OUT) tools/sanitize_gpu.sh $(LIMIT) $(GPU_TESTS) $(OUT)/train_gpt8b,$(MAKE) SANITIZE=1 sanitize-gpu)
 
 sass: $(foreach k,$(KERNELS),$(if $(findstring sm90,$k),$(OUT)/$k.o)) ## look at the machine code of the Hopper kernels
 	$(Q)tools/check_sass.sh $^

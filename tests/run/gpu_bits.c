@@ -6,8 +6,6 @@
 
 enum { UPDATES = 20 };
 
-static const char *choices; /* CHOICES of the command line, or NULL */
-
 /* Runs share the choices of their products: with other algorithms they would have other bits. */
 #define GPU "--device.kind=cuda --device.gemm_choices={}/gemm.json "
 
@@ -139,7 +137,7 @@ static void test_numbers_that_are_not_finite(void **state)
                                            {"nan_weight", "weight model.layers."}};
     struct program *p = *state;
     EXITS(0, p, program_train(p, 1, GPU "--run.out={}/good --run.steps=5 --checkpoint.every=1 --checkpoint.keep=9"));
-    for (int i = 0; i < (choices != NULL ? 1 : 3); i++) {
+    for (int i = 0; i < 3; i++) {
         char checkpoint[128];
         EXITS(3, p,
               program_train(
@@ -173,21 +171,7 @@ static void test_step_time_needs_no_data(void **state)
     program_expect(p, "see --dry-run; try data.micro_batch = 1");
 }
 
-static int setup(void **state)
-{
-    const int bad = program_setup(state);
-    return bad || choices == NULL ? bad : program_shell(*state, "[ ! -e %s ] || cp %s {}/gemm.json", choices, choices);
-}
-
-static int teardown(void **state)
-{
-    const int bad = choices == NULL ? 0 : program_shell(*state, "cp {}/gemm.json %s", choices);
-    return program_teardown(state) + bad;
-}
-
-/* [PATTERN [CHOICES]]: tests by name, gpu_bits '*resume*'; a file for the choices of products, which runs begin with if
- * it is there, so that none is timed, and which is there afterwards: for tools/sanitize_gpu.sh, under which a choice
- * takes a minute. Less is run then. */
+/* An argument chooses tests by pattern: gpu_bits '*resume*'. */
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
@@ -202,6 +186,5 @@ int main(int argc, char **argv)
     if (argc > 1) {
         cmocka_set_test_filter(argv[1]);
     }
-    choices = argc > 2 ? argv[2] : NULL;
-    return cmocka_run_group_tests(tests, setup, teardown);
+    return cmocka_run_group_tests(tests, program_setup, program_teardown);
 }
