@@ -12,9 +12,10 @@ for object in "$@"; do
     cuobjdump -sass "$object" 2>/dev/null || echo "check_sass failed: $object"
 done | awk '
     BEGIN {
-        # Kernels that multiply, and what all their instances contain; of the last two one at least has both products.
+        # Kernels that multiply, and what all their instances contain; of two kinds one at least has both products.
         wants["fwd_bf16_kernel"] = "HGMMA USETMAXREG"; wants["fwd_codes_kernel"] = "QGMMA USETMAXREG"
         wants["bwd_bf16_kernel"] = "HGMMA USETMAXREG"; wants["bwd_fp8_kernel"] = "QGMMA USETMAXREG"
+        wants["bwd_fp8_dq_kernel"] = "QGMMA USETMAXREG"
         both["fwd_codes_kernel"] = both["bwd_fp8_kernel"] = 1
     }
     function bad(text) { print "check_sass: " text; failed = 1 }
