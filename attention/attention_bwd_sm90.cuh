@@ -270,6 +270,12 @@ static __device__ __forceinline__ uint32_t turn_of(const uint32_t *turn)
     return x;
 }
 
+/* [fence.proxy.async] Between accesses of TMA to global memory and ordinary ones. */
+static __device__ __forceinline__ void fence_async_global()
+{
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 /* Who is first stores: a dQ with ordered sums need not be zero before. */
 static __device__ __forceinline__ void add_in_turn(float *to, uint32_t from, uint32_t bytes, bool first)
 {

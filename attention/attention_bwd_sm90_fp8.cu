@@ -2,128 +2,12 @@
  * or, for qk = nvfp4_e4m3, in FP8 (QK8); the other products in FP8. This kernel makes dK and dV, and stores dS, from
  * which attention_bwd_sm90_dq.cu makes dQ: a tile of dS is a quarter of the bytes that additions to a dQ in FP32 would
  * be, and all sums have one order. */
+#include "attention/attention_bwd_sm90_elements.cuh"
 #include "attention/attention_bwd_sm90_maps.cuh"
 
 extern "C" {
 #include "attention/attention_bwd_sm90.h"
 #include "attention/attention_sm90.h"
-}
-
-/* ---- shared memory and barriers ---------------------------------------------------------------------------- */
-
-enum {
-    STAGES = 3,     /* tiles of queries */
-    DS_BUFFERS = 4, /* tiles of dS */
-    /* Barriers: a stage is loaded, is free again; a tile of dS is written, is sent; keys are loaded. */
-    LOADED = 0,
-    FREED = LOADED + STAGES,
-    WRITTEN = FREED + STAGES,
-    SENT = WRITTEN + DS_BUFFERS,
-    KEYS_LOADED = SENT + DS_BUFFERS,
-    BARRIERS8,
-};
-
-template <bool QK8> struct room {
-    enum {
-        ROWS_K = BWD_KEYS * BWD_FEATURES * (QK8 ? 1 : 2),
-        ROWS_Q = BWD_TILE * (QK8 ? 1 : 2), /* of a tile */
-        AT_K = 0,
-        AT_V = AT_K + ROWS_K,
-        AT_Q = AT_V + BWD8_KEYS / 2,
-        AT_QUERIES = AT_Q + STAGES * ROWS_Q, /* dO row, dO col, Q col */
-        AT_DS = AT_QUERIES + STAGES * BWD8_QUERIES,
-        AT_STATS = AT_DS + DS_BUFFERS * BWD8_DS,
-        AT_EXPONENTS = AT_STATS + STAGES * BWD_STATISTICS * 4, /* of MXFP4: two buffers of 128 bytes a warp */
-        AT_BARRIERS = AT_EXPONENTS + 2 * 1024,
-        BYTES = AT_BARRIERS + BARRIERS8 * 8 + 1024,
-    };
-};
-
-struct bwd8_maps {
-    CUtensorMap q, k;
-};
-
-template <bool QK8> static __device__ __forceinline__ struct shared shared8_open(char *raw)
-{
-    char *memory = raw + ((1024 - (shared_address(raw) & 1023)) & 1023);
-    const struct shared s = {shared_address(memory), shared_address(memory) + room<QK8>::AT_BARRIERS, memory};
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) {
-            mbarrier_init(barrier_at(s, LOADED + i), 1);
-            mbarrier_init(barrier_at(s, FREED + i), 8 * WARP_ARRIVALS); /* of the computing warps */
-        }
-        for (int i = 0; i < DS_BUFFERS; i++) {
-            mbarrier_init(barrier_at(s, WRITTEN + i), 8);
-            mbarrier_init(barrier_at(s, SENT + i), 1);
-        }
-        mbarrier_init(barrier_at(s, KEYS_LOADED), 1);
-        mbarriers_ready();
-    }
-    __syncthreads();
-    return s;
-}
-
-/* ---- the warps that load and send --------------------------------------------------------------------------- */
-
-/* A tile of rows for scores: of E4M3 one box, of BF16 two. */
-template <bool QK8>
-static __device__ __forceinline__ void load_rows(uint32_t to, const CUtensorMap *map, uint32_t barrier, int row,
-                                                 int head, int batch, int rows)
-{
-    tma_load_4d(to, map, barrier, 0, row, head, batch);
-    if (!QK8) {
-        tma_load_4d(to + rows * 128, map, barrier, 64, row, head, batch);
-    }
-}
-
-template <bool QK8>
-static __device__ __forceinline__ void load(const struct bwd8_plan &p, const struct unit &u, const struct bwd8_maps &m,
-                                            const struct shared &s)
-{
-    typedef room<QK8> R;
-    const int64_t block = ((int64_t)u.batch * p.b.kv_heads + u.kv) * p.b.blocks + u.block;
-    mbarrier_expect(barrier_at(s, KEYS_LOADED), R::ROWS_K + BWD8_KEYS / 2);
-    load_rows<QK8>(s.base + R::AT_K, &m.k, barrier_at(s, KEYS_LOADED), u.block * BWD_KEYS, u.kv, u.batch, BWD_KEYS);
-    bulk_load(s.base + R::AT_V, p.keys + block * BWD8_KEYS, BWD8_KEYS / 2, barrier_at(s, KEYS_LOADED));
-    struct walk w = walk_start(p.b, u, true);
-    struct ring r = {0, 1};
-    const int n = walk_length(p.b, u);
-#pragma unroll 1 /* few registers here */
-    for (int i = 0; i < n; i++) {
-        mbarrier_wait(barrier_at(s, FREED + r.stage), r.parity);
-        const uint32_t barrier = barrier_at(s, LOADED + r.stage);
-        mbarrier_expect(barrier, R::ROWS_Q + BWD8_QUERIES + BWD_STATISTICS * 4);
-        load_rows<QK8>(s.base + R::AT_Q + r.stage * R::ROWS_Q, &m.q, barrier, w.tile * BWD_QUERIES, w.head, u.batch,
-                       BWD_QUERIES);
-        bulk_load(s.base + R::AT_QUERIES + r.stage * BWD8_QUERIES, p.queries + (int64_t)w.at * BWD8_QUERIES,
-                  BWD8_QUERIES, barrier);
-        bulk_load(s.base + R::AT_STATS + r.stage * BWD_STATISTICS * 4, p.b.stats + (int64_t)w.at * BWD_STATISTICS,
-                  BWD_STATISTICS * 4, barrier);
-        walk_next(p.b, u, w);
-        ring_next<STAGES>(r);
-    }
-}
-
-/* first: unit whose dS comes first in memory. */
-template <bool QK8>
-static __device__ __forceinline__ void send_ds(const struct bwd8_plan &p, const struct unit &u, const struct shared &s,
-                                               int first)
-{
-    const int group = p.b.heads / p.b.kv_heads;
-    const int head0 = (u.batch * p.b.kv_heads + u.kv - first) * group - u.kv * group; /* of the launch, for head 0 */
-    struct walk w = walk_start(p.b, u, true);
-    struct ring r = {0, 0};
-#pragma unroll 1 /* few registers here */
-    for (int left = walk_length(p.b, u); left > 0; left--) {
-        uint8_t *to = pair_at(p, head0 + w.head, w.tile >> 1) + (int64_t)u.block * BWD8_PAIR + (w.tile & 1) * BWD8_DS;
-        mbarrier_wait(barrier_at(s, WRITTEN + r.stage), r.parity);
-        bulk_store(to, s.base + room<QK8>::AT_DS + r.stage * BWD8_DS, BWD8_DS);
-        tma_store_commit();
-        walk_next(p.b, u, w);
-        tma_store_wait_read<0>();
-        mbarrier_arrive(barrier_at(s, SENT + r.stage));
-        ring_next<DS_BUFFERS>(r);
-    }
 }
 
 /* ---- products ----------------------------------------------------------------------------------------------- */
@@ -176,115 +60,6 @@ static __device__ __forceinline__ void accumulate(float (&sum)[64], const uint32
     wgmma_commit();
 }
 
-/* ---- elements ----------------------------------------------------------------------------------------------- */
-
-/* This thread's queries' statistics of a tile: group j of the accumulators. */
-static __device__ __forceinline__ void read_statistics(float2 (&y)[8], uint32_t from)
-{
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-        /* volatile: read where it stands, long before it is used */
-        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(y[j].x), "=f"(y[j].y) : "r"(from + 32 * j) : "memory");
-    }
-}
-
-/* c s - from. */
-static __device__ __forceinline__ void distances(float (&x)[32], const float2 (&from)[8], float c)
-{
-#pragma unroll
-    for (int j = 0; j < 32; j++) {
-        x[j] = fmaf(x[j], c, -(j & 1 ? from[j >> 2].y : from[j >> 2].x));
-    }
-}
-
-/* First of the accumulators that make register i of an operand, queries in order pi1: y[4 k + h + 2 u] takes groups
- * 4 k + 2 u and the next. */
-static __device__ __forceinline__ constexpr int packed_at(int i)
-{
-    return 4 * (4 * (i >> 2) + 2 * ((i >> 1) & 1)) + 2 * (i & 1);
-}
-
-/* 2^x as A registers. */
-static __device__ __forceinline__ void fp8_codes(const float (&x)[32], uint32_t (&y)[8])
-{
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const int j = packed_at(i);
-        y[i] = pack_e4m3(exp2_fast(x[j]), exp2_fast(x[j + 1]), exp2_fast(x[j + 4]), exp2_fast(x[j + 5]));
-    }
-}
-
-/* Stored dS as A registers: represented P, as it was packed, times dP factor - r. */
-template <enum p_code CODE>
-static __device__ __forceinline__ void ds_codes(const float (&dp)[32], const uint32_t (&p)[8], const float2 (&r)[8],
-                                                float factor, uint32_t (&ds)[8])
-{
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const int j = packed_at(i), g = j >> 2;
-        uint32_t low, high;
-        if (CODE == CODE_FP8) {
-            unpack_e4m3(p[i], low, high);
-        } else { /* E5M2 is the upper byte of FP16 */
-            low = bytes_by(p[i], 0, 0x1404);
-            high = bytes_by(p[i], 0, 0x3424);
-        }
-        const float2 a = __half22float2(*reinterpret_cast<__half2 *>(&low));
-        const float2 b = __half22float2(*reinterpret_cast<__half2 *>(&high));
-        ds[i] = pack_e4m3(a.x * fmaf(dp[j], factor, -r[g].x), a.y * fmaf(dp[j + 1], factor, -r[g].y),
-                          b.x * fmaf(dp[j + 4], factor, -r[g + 1].x), b.y * fmaf(dp[j + 5], factor, -r[g + 1].y));
-    }
-}
-
-/* dS^T to its buffer: stmatrix lane 8 i + r gives the row of query 8 i + r; 16 keys of a warp are a chunk. */
-static __device__ __forceinline__ void write_ds(uint32_t buffer, int own, const uint32_t (&ds)[8])
-{
-    const int lane = threadIdx.x & 31;
-    const uint32_t to = buffer + lane * 128 + ((own ^ (lane & 7)) << 4);
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-        /* Keys g and g + 8 of one query side by side; 8 queries a register. */
-        const uint32_t *a = ds + 4 * k;
-        stmatrix_x4_transposed(to + k * 4096, __byte_perm(a[0], a[1], 0x5140), __byte_perm(a[0], a[1], 0x7362),
-                               __byte_perm(a[2], a[3], 0x5140), __byte_perm(a[2], a[3], 0x7362));
-    }
-}
-
-/* From the products of codes to dP in units of stored dS over the code of P. */
-static __device__ __forceinline__ float dp_factor_of(const struct bwd8_plan &p, int unit)
-{
-    const struct bwd_lifts l = lifts_of(p, unit);
-    return p.ds_factor * l.ds / (l.dout * l.v * p.rules.value_unit);
-}
-
-/* From the product of Q and K, or of their codes, to base-2 scores. */
-template <bool QK8>
-static __device__ __forceinline__ float score_factor_of(const struct bwd8_plan &p, const struct unit &u, int head)
-{
-    return QK8 ? p.b.c * p.q_inverse[u.batch * p.b.heads + head] * p.k_inverse[u.batch * p.b.kv_heads + u.kv] : p.b.c;
-}
-
-/* [mbarrier.test_wait] Whether the phase of this parity is complete. */
-static __device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity)
-{
-    uint32_t complete;
-    asm volatile("{\n\t.reg .pred done;\n\t"
-                 "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n\t"
-                 "selp.u32 %0, 1, 0, done;\n\t}"
-                 : "=r"(complete)
-                 : "r"(barrier), "r"(parity)
-                 : "memory");
-    return complete != 0;
-}
-
-/* Read anew, so that what follows from it is not kept in registers. */
-static __device__ __forceinline__ int lane_now()
-{
-    int lane;
-    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-    return lane;
-}
-
 /* ---- the computing warpgroups ------------------------------------------------------------------------------- */
 
 /* own: 0 .. 7, of the warp.
@@ -297,15 +72,15 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
 {
     typedef room<QK8> R;
     const int wg = own >> 2, n = walk_length(p.b, u);
-    const uint64_t k_rows = operand_at(s.base, R::AT_K + 0) + wg * (8192 >> 4);
-    const uint64_t v_rows = operand_at(s.base, R::AT_V + 0) + wg * (8192 >> 4);
+    const uint64_t k_rows = operand_at(s.base, R::AT_K) + wg * (8192 >> 4);
+    const uint64_t v_rows = operand_at(s.base, R::AT_V) + wg * (8192 >> 4);
     const uint32_t stats_at = s.base + R::AT_STATS + (threadIdx.x & 3) * sizeof(float2);
     const float dp_factor = dp_factor_of(p, u.batch * p.b.kv_heads + u.kv);
     const int masked_below = p.b.causal                                   ? u.first + BWD_KEYS / BWD_QUERIES
                              : u.block * BWD_KEYS + BWD_KEYS > p.b.tokens ? p.b.tiles
                                                                           : 0;
-    int head = u.kv * (p.b.heads / p.b.kv_heads), tile = u.first;
-    float score_factor = score_factor_of<QK8>(p, u, head);
+    const uint32_t factor_at = s.base + R::AT_STATS + BWD_STATISTICS * 4;
+    int tile = u.first;
     float dk[64], dv[64], x[32], y[32];
     uint32_t px[8], dsx[8];
     float2 rows[8]; /* statistics: LSE2, then r */
@@ -317,6 +92,7 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
     mbarrier_wait(barrier_at(s, KEYS_LOADED), 0);
     mbarrier_wait(barrier_at(s, LOADED), 0);
     read_statistics(rows, stats_at);
+    float score_factor = QK8 ? read_float(factor_at) : p.b.c;
     wgmma_pin(dk);
     wgmma_pin(dv);
     wgmma_fence();
@@ -324,9 +100,13 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
 #pragma unroll 1
     for (int i = 0; i < n; i++) {
         const uint32_t stage = r.stage;
+        const bool flushing = i > 0 && (uint32_t)i % FLUSH_TILES == 0;
         wgmma_wait<0>();
         wgmma_pin(x);
         wgmma_pin(dsx);
+        if (__builtin_expect(flushing, 0)) {
+            flush(dk, dv, y, s, s.memory + R::AT_SUMS + wg * (QUARTER * 4), wg, (uint32_t)i / FLUSH_TILES - 1);
+        }
         wgmma_fence();
         product_dp<E5M2>(y, v_rows, operand_at(s.base, R::AT_QUERIES, stage, BWD8_QUERIES));
         if (i > 0 && (WARP_ARRIVALS == 32 || (threadIdx.x & 31) == 0)) {
@@ -338,7 +118,7 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
         ring_next<STAGES>(r);
         const bool loaded = mbarrier_test(barrier_at(s, LOADED + r.stage), r.parity);
         distances(x, rows, score_factor);
-        read_statistics(rows, stats_at + stage * (BWD_STATISTICS * 4) + BWD_QUERIES * 4);
+        read_statistics(rows, stats_at + stage * STATS_BYTES + BWD_QUERIES * 4);
         if (CODE == CODE_FP8) {
             fp8_codes(x, px);
         } else if constexpr (CODE == CODE_AFFINE || CODE == CODE_SPACE) {
@@ -361,8 +141,8 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
         wgmma_pin(y);
         /* px is read while dV's product may still read it too: PTX leaves any access open, the hardware only reads. */
         ds_codes<CODE>(y, px, rows, dp_factor, dsx);
-        const uint32_t buffer = (uint32_t)i % DS_BUFFERS;
-        mbarrier_wait(barrier_at(s, SENT + buffer), ((uint32_t)i / DS_BUFFERS & 1) ^ 1);
+        const uint32_t buffer = (uint32_t)i % R::DS_BUFFERS;
+        mbarrier_wait(barrier_at(s, SENT + buffer), ((uint32_t)i / R::DS_BUFFERS & 1) ^ 1);
         write_ds(s.base + R::AT_DS + buffer * BWD8_DS, own, dsx);
         wgmma_pin(dsx);
         wgmma_pin(y);
@@ -373,16 +153,23 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
         if ((threadIdx.x & 31) == 0) {
             mbarrier_arrive(barrier_at(s, WRITTEN + buffer));
         }
-        read_statistics(rows, stats_at + r.stage * (BWD_STATISTICS * 4));
-        if (++tile == p.b.tiles && i + 1 < n) {
-            tile = u.first;
-            score_factor = score_factor_of<QK8>(p, u, ++head);
+        if (flushing && (WARP_ARRIVALS == 32 || (threadIdx.x & 31) == 0)) {
+            mbarrier_arrive(barrier_at(s, SUMS_STAGED + wg));
         }
+        read_statistics(rows, stats_at + r.stage * STATS_BYTES);
+        score_factor = QK8 ? read_float(factor_at + r.stage * STATS_BYTES) : p.b.c;
+        tile = tile + 1 < p.b.tiles ? tile + 1 : u.first;
     }
     wgmma_wait<0>();
     wgmma_pin(x);
     wgmma_pin(dk);
     wgmma_pin(dv);
+    if (n > FLUSH_TILES) {
+        const float *sums = sums_of(p, u, wg);
+        mbarrier_wait(barrier_at(s, SUMS_DONE + wg), 0);
+        add_sums(dk, sums, flushes_of(n));
+        add_sums(dv, sums + 2 * QUARTER, flushes_of(n) - 2);
+    }
     named_barrier_sync(BARRIER_BOTH, 256); /* all products that read tiles are complete */
     const int key0 = u.block * BWD_KEYS + wg * 64, at = R::AT_QUERIES + wg * 32768;
     const struct bwd_lifts l = lifts_of(p, u.batch * p.b.kv_heads + u.kv);
@@ -406,6 +193,8 @@ static __global__ void __launch_bounds__(BWD_THREADS, 1)
             load<QK8>(p, u, maps, s);
         } else if (threadIdx.x == 32) {
             send_ds<QK8>(p, u, s, first);
+        } else if (threadIdx.x == 64 || threadIdx.x == 96) {
+            move_sums<QK8>(p, u, s, threadIdx.x / 32 - 2);
         }
     } else {
         registers_raise<240>();
@@ -514,6 +303,7 @@ struct bwd8_plan bwd8_plan_of(const struct bwd_plan &base, const struct attentio
     p.dv_factor = exp2f(-p.shift) / unit;
     p.together = units_together(base);
     p.ds = (uint8_t *)carve_take(&carve, (size_t)ds_bytes(base));
+    p.sums = (float *)carve_take(&carve, (size_t)base.units * base.blocks * SUMS * sizeof *p.sums);
     *bytes = carve.used;
     return p;
 }

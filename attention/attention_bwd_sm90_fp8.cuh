@@ -70,6 +70,7 @@ struct bwd8_plan {
     /* dS is kept for `together` units at a time, so that scratch stays bounded. */
     uint8_t *ds;
     int together;
+    float *sums; /* FP32 sums of dK and dV (attention_bwd_sm90_fp8.cu) */
 };
 
 static __device__ __forceinline__ struct bwd_lifts lifts_of(const struct bwd8_plan &p, int unit)

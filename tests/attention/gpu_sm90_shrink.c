@@ -10,8 +10,9 @@
 enum {
     HEADS = 4,
     MEANS = 5,
-    FLUSH = 1 << 30, /* products of dV and dK after which the kernel adds its accumulators in FP32: never */
-    KEYS = 128,      /* the same of dQ: a block of keys */
+    STEP = 16 * 64, /* queries after which the kernel adds the next quarter of dK, dV to its sums: FLUSH_TILES tiles */
+    FLUSH = 4 * STEP,
+    KEYS = 128, /* of dQ: a block of keys is added after the other */
 };
 
 /* Of dO over its standard deviation, in features d with d % MEANS of that number. */
@@ -28,17 +29,18 @@ static void draw_means(struct attention_case *c)
     }
 }
 
-/* One row of a gradient: unit times sum of x y[d], for each feature d. */
+/* One row of a gradient: unit times sum of x y[d], for each feature d, in FP32 over pieces of `period` products; the
+ * first piece, of both halves of the features, may be shorter. */
 struct sums {
     const char *name;
-    int n, period;
+    int n, first[2], period;
     uint8_t *x, *y[D];
     float unit;
 };
 
-static struct sums sums_open(const char *name, int n, int period, float unit)
+static struct sums sums_open(const char *name, int n, int first, int second, int period, float unit)
 {
-    struct sums s = {.name = name, .n = n, .period = period, .x = malloc((size_t)n), .unit = unit};
+    struct sums s = {name, n, {first, second}, period, malloc((size_t)n), {0}, unit};
     for (int d = 0; d < D; d++) {
         s.y[d] = malloc((size_t)n);
     }
@@ -55,11 +57,9 @@ static void sums_close(struct sums *s)
 
 static float sum_by_model(const struct sums *s, int d)
 {
-    const int pieces = (s->n - 1) / s->period + 1;
     float sum = 0;
-    for (int i = 0; i < pieces; i++) {
-        const int first = i * s->period;
-        const int count = s->n - first < s->period ? s->n - first : s->period;
+    for (int first = 0, count = s->first[d / (D / 2)]; first < s->n; first += count, count = s->period) {
+        count = s->n - first < count ? s->n - first : count;
         sum += wgmma_sum(WGMMA_E4M3, s->x + first, WGMMA_E4M3, s->y[d] + first, count, 0);
     }
     return s->unit * sum;
@@ -114,8 +114,8 @@ static int judge_sums(const struct sums *s, const bf16 *got)
 /* dV and dK of key 0, over all queries of all heads in the kernel's order. */
 static int judge_sink(const struct gpu_case *g, const struct bwd8_model *m)
 {
-    struct sums dv = sums_open("dV", m->rows, FLUSH, 0x1p-7f / m->m_dout);
-    struct sums dk = sums_open("dK", m->rows, FLUSH, m->scale / (m->m_ds * m->m_q));
+    struct sums dv = sums_open("dV", m->rows, 3 * STEP, 4 * STEP, FLUSH, 0x1p-7f / m->m_dout);
+    struct sums dk = sums_open("dK", m->rows, STEP, 2 * STEP, FLUSH, m->scale / (m->m_ds * m->m_q));
     for (int row = 0; row < m->rows; row++) {
         dv.x[row] = bwd8_p(m, row, 0);
         dk.x[row] = e4m3_from_float(bwd8_ds(m, row, dv.x[row], bwd8_dp(m, row, 0)));
@@ -139,7 +139,7 @@ static int judge_sink(const struct gpu_case *g, const struct bwd8_model *m)
 /* dQ of the last query of head 0, block of keys after block. */
 static int judge_query(const struct gpu_case *g, const struct bwd8_model *m)
 {
-    struct sums dq = sums_open("dQ", m->tokens, KEYS, m->scale / (m->m_ds * m->m_k));
+    struct sums dq = sums_open("dQ", m->tokens, KEYS, KEYS, KEYS, m->scale / (m->m_ds * m->m_k));
     const int row = m->tokens - 1;
     const bf16 *got = g->got[OUT_DQ] + (int64_t)row * HEADS * D;
     for (int key = 0; key < m->tokens; key++) {
