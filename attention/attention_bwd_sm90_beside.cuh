@@ -27,7 +27,7 @@ enum {
  * sign shrink. Every FLUSH_TILES tiles a warpgroup's next quarter of dK and dV (dK's features in two halves, then dV's)
  * is therefore added to FP32 sums in memory, and begins again at zero: no sum is longer than 4 x FLUSH_TILES tiles. */
 enum {
-    FLUSH_TILES = 16,
+    FLUSH_TILES = 8,
     QUARTERS = 4,
     QUARTER = 64 * 64,             /* floats; number j * 512 + 4 t + i is accumulator 4 j + i of thread t */
     SUMS = 2 * QUARTERS * QUARTER, /* of a unit: warpgroup, quarter */

@@ -10,7 +10,7 @@
 enum {
     HEADS = 4,
     MEANS = 5,
-    STEP = 16 * 64, /* queries after which the kernel adds the next quarter of dK, dV to its sums: FLUSH_TILES tiles */
+    STEP = 8 * 64, /* queries after which the kernel adds the next quarter of dK, dV to its sums: FLUSH_TILES tiles */
     FLUSH = 4 * STEP,
     KEYS = 128, /* of dQ: a block of keys is added after the other */
 };
