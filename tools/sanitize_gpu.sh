@@ -3,12 +3,13 @@
 # for each program and tool, and the kernels that no run launched. Exit status 1 if there was any report, any failed test,
 # any run that did not end, or such a kernel. docs/testing.md says what is left out and why.
 #     tools/sanitize_gpu.sh SECONDS PROGRAM...
-# SECONDS ends a single run, 0: none. TOOLS="racecheck memcheck synccheck initcheck", the default; TOTAL=200
+# SECONDS ends a single run, 0: none. TOOLS="racecheck memcheck synccheck", the default; TOTAL=200
 # ends all after so many seconds, what has not begun by then is named; BUILD_DIR as for run_tests.sh.
 
 # Racecheck gives up after this many hazards, which would hide those that come later.
 export NV_COMPUTE_SANITIZER_MAX_RACECHECK_HAZARDS=10000000
-# Every process is one of as many as there are cores.
+# Every process is one of as many as there are cores. (nproc obeys OMP_NUM_THREADS.)
+cores=$(nproc --all)
 export OMP_NUM_THREADS=1
 
 # Whether a program runs under a tool.
@@ -19,8 +20,6 @@ takes_part()
     racecheck:gpu_gemm | racecheck:gpu_model_bits | racecheck:train_gpt8b) return 1 ;;
     racecheck:gpu_sm90_inputs | racecheck:gpu_sm90_shapes | racecheck:gpu_sm90_long | racecheck:gpu_sm90_maps) return 0 ;;
     racecheck:gpu_sm90_*) return 1 ;;
-    initcheck:gpu_model | initcheck:gpu_model_bits | initcheck:train_gpt8b) return 0 ;;
-    initcheck:*) return 1 ;;
     esac
 }
 
@@ -130,13 +129,11 @@ print_results()
         END { flush(); exit wrong > 0 }'
 }
 
-# Kernels of the programs that no run of a tool launched; the programs say so themselves (tests/launches_cuda.c). Not of
-# initcheck, which few programs take.
+# Kernels of the programs that no run of a tool launched; the programs say so themselves (tests/launches_cuda.c).
 print_kernels()
 {
     missed=0
     for tool in $2; do
-        [ "$tool" != initcheck ] || continue
         sort -u "$1/kernels" >"$1/a"
         sed -n "s/^$tool //p" "$1/launched" | sort -u >"$1/b"
         echo "$tool: $(wc -l <"$1/b") of $(wc -l <"$1/a") kernels, instances of templates counted one by one, were launched"
@@ -156,7 +153,7 @@ all=$(mktemp -d)
 echo "$1" >"$all/limit"
 echo "$(($(date +%s) + ${TOTAL:-1000000}))" >"$all/end"
 touch "$all/launched" "$all/kernels"
-tools=${TOOLS:-racecheck memcheck synccheck initcheck}
+tools=${TOOLS:-racecheck memcheck synccheck}
 shift
 for tool in $tools; do
     for program in "$@"; do
@@ -170,7 +167,7 @@ for tool in $tools; do
             done
         fi
     done
-done | sort -rn -k1,1 -s | cut -d ' ' -f 2- | xargs -P "$(nproc)" -n 3 "$0" --one "$all"
+done | sort -rn -k1,1 -s | cut -d ' ' -f 2- | xargs -P "$cores" -n 3 "$0" --one "$all"
 print_results "$all"
 status=$?
 print_kernels "$all" "$tools" || status=1
