@@ -70,8 +70,8 @@ run_one()
     racecheck:gpu_sm90_maps) set -- "$1" lengths ;;
     *:train_gpt8b) # two updates, with a checkpoint and an evaluation; algorithms of products are timed without the tool
         set -- configs/tiny_cpu.toml configs/arms/nvfp4_mxfp4.toml --linear.mlp=nvfp4 --linear.attn=fp8 --model.width=256 \
-            --model.head_dim=128 --run.steps=2 --eval.every=2 --eval.steps=1 --checkpoint.every=2 --device.kind=cuda \
-            "--device.gemm_choices=$folder/choices"
+            --model.head_dim=128 --run.steps=2 --eval.every=2 --eval.steps=1 --checkpoint.every=2 --log.attention_every=2 \
+            --device.kind=cuda "--device.gemm_choices=$folder/choices"
         "$program" "$@" "--run.out=$folder/before" >"$folder/before.txt" 2>&1
         set -- "$@" "--run.out=$folder/run"
         ;;
