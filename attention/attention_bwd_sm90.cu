@@ -1,4 +1,5 @@
 /* attention: BF16 backward on Hopper: wgmma, TMA, one loading and two computing warpgroups. */
+#include "attention/attention_bwd_sm90_bf16.cuh"
 #include "attention/attention_bwd_sm90_fp8.cuh"
 
 extern "C" {
@@ -92,6 +93,25 @@ static __device__ __forceinline__ void product_dq(float (&dq)[32], uint64_t ds, 
                                  operand_advance(k_half, k * 2048), k > 0);
     }
     wgmma_commit();
+}
+
+/* Whether some score of a unit's keys and this tile is masked. */
+static __device__ __forceinline__ bool masked(const struct bwd_plan &p, const struct unit &u, int tile)
+{
+    return p.causal ? tile < u.first + BWD_KEYS / BWD_QUERIES : u.block * BWD_KEYS + BWD_KEYS > p.tokens;
+}
+
+/* 2^(c s - from) of scores; from: the tile's first statistic, of this thread's queries. */
+static __device__ __forceinline__ void exponentials(float (&x)[32], const float2 *from, float c)
+{
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const float2 f = from[4 * j];
+        x[4 * j] = exp2_fast(fmaf(x[4 * j], c, -f.x));
+        x[4 * j + 1] = exp2_fast(fmaf(x[4 * j + 1], c, -f.y));
+        x[4 * j + 2] = exp2_fast(fmaf(x[4 * j + 2], c, -f.x));
+        x[4 * j + 3] = exp2_fast(fmaf(x[4 * j + 3], c, -f.y));
+    }
 }
 
 static __device__ __forceinline__ void pack(const float (&x)[32], uint32_t (&y)[16])

@@ -91,6 +91,12 @@ __device__ __forceinline__ void fence_async_proxy()
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+/* [fence.proxy.async] Between accesses of TMA to global memory and ordinary ones. */
+__device__ __forceinline__ void fence_async_global()
+{
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 /* [elect.sync] True in one lane of a converged warp. */
 __device__ __forceinline__ bool elect_one()
 {
