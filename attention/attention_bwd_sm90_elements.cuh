@@ -93,19 +93,6 @@ static __device__ __forceinline__ float dp_factor_of(const struct bwd8_plan &p, 
     return p.ds_factor * l.ds / (l.dout * l.v * p.rules.value_unit);
 }
 
-/* [mbarrier.test_wait] Whether the phase of this parity is complete. */
-static __device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity)
-{
-    uint32_t complete;
-    asm volatile("{\n\t.reg .pred done;\n\t"
-                 "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n\t"
-                 "selp.u32 %0, 1, 0, done;\n\t}"
-                 : "=r"(complete)
-                 : "r"(barrier), "r"(parity)
-                 : "memory");
-    return complete != 0;
-}
-
 /* Read anew, so that what follows from it is not kept in registers. */
 static __device__ __forceinline__ int lane_now()
 {

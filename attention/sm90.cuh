@@ -74,6 +74,19 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
                  : "memory");
 }
 
+/* [mbarrier.test_wait] Whether the phase of this parity is complete. */
+__device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity)
+{
+    uint32_t complete;
+    asm volatile("{\n\t.reg .pred done;\n\t"
+                 "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n\t"
+                 "selp.u32 %0, 1, 0, done;\n\t}"
+                 : "=r"(complete)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+    return complete != 0;
+}
+
 /* [bar.sync, bar.arrive] Named barriers 1 .. 15 (0 is __syncthreads): `threads` counts those that arrive or wait. */
 __device__ __forceinline__ void named_barrier_sync(int id, int threads)
 {
@@ -201,7 +214,7 @@ template <int N> __device__ __forceinline__ void tma_store_wait()
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
 
-/* ---- matrices of 8 x 8 b16 between registers and shared memory [stmatrix, ldmatrix] ------------------------ */
+/* ---- matrices of 8 x 8 b16 between registers and shared memory [stmatrix] ---------------------------------- */
 
 /* Lane 8 i + r gives the address of row r of matrix i; thread 4 g + c holds elements 2 c, 2 c + 1 of row g. With
  * `transposed` it holds column g, rows 2 c, 2 c + 1. */
@@ -216,14 +229,6 @@ __device__ __forceinline__ void stmatrix_x4_transposed(uint32_t to, uint32_t a, 
 {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b),
                  "r"(c), "r"(d)
-                 : "memory");
-}
-
-__device__ __forceinline__ void ldmatrix_x4(uint32_t from, uint32_t (&a)[4])
-{
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                 : "r"(from)
                  : "memory");
 }
 
