@@ -2,7 +2,7 @@
 # The rules of the house that a script can check: includes point one way, file sizes, single owners of libraries,
 # unique file names, no left-overs. Prints every offence; exit 1 if any.
 cd "$(dirname "$0")/.." || exit 1
-git ls-files -co --exclude-standard '*.c' '*.h' '*.cu' | while read -r f; do [ -f "$f" ] && echo "$f"; done | xargs awk '
+git ls-files -co --exclude-standard '*.c' '*.h' '*.cu' '*.cuh' | while read -r f; do [ -f "$f" ] && echo "$f"; done | xargs awk '
     BEGIN {
         level["core"] = 0; level["numerics"] = 1
         level["attention"] = level["optim"] = level["data"] = level["dist"] = level["checkpoint"] = 2
