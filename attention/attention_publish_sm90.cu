@@ -8,30 +8,14 @@
  *
  * qk = nvfp4_e4m3 rounds the decoded values once more, by a multiplier from their largest one. With qk_scale = amax
  * that is the decoded largest value itself: 6 s or 4 s, s the scale of a block whose largest is a, never decreases with
- * a. So it is known before. With the other rules a second pass follows (lower_rows). */
+ * a. So it is known before. With the other rules a second pass follows (attention_publish_rows_sm90.cu). */
 #include "attention/attention_publish_sm90.cuh"
-
-extern "C" {
-#include "attention/attention_sm90.h"
-}
 
 enum {
     THREADS = 256,
-    TOKENS = 128, /* of a block */
-    FEATURES = 128,
+    TOKENS = 128,                       /* of a block */
     ROWS = TOKENS / (THREADS / 32) / 2, /* of a thread: half a warp has a row */
     WORDS = TOKENS / 4,                 /* of a feature in the column view: four tokens each */
-    LOWER_THREADS = 256,
-};
-
-/* Q or K. */
-struct score_operand {
-    head_view from;
-    int64_t heads;
-    bf16 *to;            /* or NULL where rows say it all */
-    uint8_t *rows;       /* E4M3, or NULL */
-    float *inverse;      /* with rows */
-    head_facts *decoded; /* of each head, zero to begin with: largest decoded magnitude; or NULL */
 };
 
 struct value_operand_sm90 {
@@ -366,43 +350,6 @@ static __global__ void __launch_bounds__(THREADS) measure_kernel(const publish_p
     }
 }
 
-/* Grid (slices, heads): 16 values a thread and turn. */
-static __global__ void lower_rows_kernel(bf16 *x, int64_t per_head, const head_facts *decoded, uint8_t *rows,
-                                         float *inverse)
-{
-    const int64_t head = blockIdx.y;
-    const int k = multiplier_exponent(MULTIPLIER_ROWS, __uint_as_float(decoded[head].amax));
-    const float m = power_of_two(k), back = power_of_two(-k);
-    if (blockIdx.x == 0 && threadIdx.x == 0) {
-        inverse[head] = back;
-    }
-    for (int64_t i = ((int64_t)blockIdx.x * LOWER_THREADS + threadIdx.x) * 16; i < per_head;
-         i += (int64_t)gridDim.x * LOWER_THREADS * 16) {
-        bf16 *at = x + head * per_head + i;
-        const uint4 a = bf16x8_load(at).words, b = bf16x8_load(at + 8).words;
-        uint32_t y[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-        store_words(rows + head * per_head + i, lower16(y, m, back));
-        store_words(at, make_uint4(y[0], y[1], y[2], y[3]));
-        store_words(at + 8, make_uint4(y[4], y[5], y[6], y[7]));
-    }
-}
-
-/* Likewise, the way back. */
-static __global__ void raise_rows_kernel(const uint8_t *rows, int64_t per_head, const float *inverse, bf16 *x)
-{
-    const int64_t head = blockIdx.y;
-    const float back = inverse[head];
-    for (int64_t i = ((int64_t)blockIdx.x * LOWER_THREADS + threadIdx.x) * 16; i < per_head;
-         i += (int64_t)gridDim.x * LOWER_THREADS * 16) {
-        const uint4 codes = *reinterpret_cast<const uint4 *>(rows + head * per_head + i);
-        const uint2 a = decoded_bf16(codes.x, back), b = decoded_bf16(codes.y, back);
-        const uint2 c = decoded_bf16(codes.z, back), d = decoded_bf16(codes.w, back);
-        bf16 *at = x + head * per_head + i;
-        store_words(at, make_uint4(a.x, a.y, b.x, b.y));
-        store_words(at + 8, make_uint4(c.x, c.y, d.x, d.y));
-    }
-}
-
 /* ---- host -------------------------------------------------------------------------------------------------- */
 
 static publish_plan plan_of(const struct attention_publish_sm90 *a)
@@ -411,8 +358,8 @@ static publish_plan plan_of(const struct attention_publish_sm90 *a)
     const struct attention_recipe *recipe = a->recipe;
     publish_plan p = {};
     p.amax = a->amax;
-    p.scores[0] = {a->q, s->heads, a->own_q, a->q8, a->q_inverse, NULL};
-    p.scores[1] = {a->k, s->kv_heads, a->own_k, a->k8, a->k_inverse, NULL};
+    p.scores[0] = score_operand_q(a);
+    p.scores[1] = score_operand_k(a);
     p.v = {a->v,
            a->own_v,
            a->v_column,
@@ -450,21 +397,6 @@ void attention_measure_heads_sm90(const struct cuda *on, const struct attention_
     cuda_launched(on, "attention measure heads");
 }
 
-static unsigned int slices_of(int64_t per_head)
-{
-    const unsigned int slices = cuda_blocks(per_head, 16 * LOWER_THREADS);
-    return slices < 64 ? slices : 64;
-}
-
-/* The step to E4M3 where the largest decoded value had to be found. */
-static void lower_rows(const struct cuda *on, const struct attention_publish_sm90 *a, const score_operand &o)
-{
-    const int64_t heads = a->shape.batch * o.heads, per_head = a->shape.tokens * FEATURES;
-    const dim3 grid(slices_of(per_head), (unsigned int)heads);
-    lower_rows_kernel<<<grid, LOWER_THREADS, 0, on->stream>>>(o.to, per_head, o.decoded, o.rows, o.inverse);
-    cuda_launched(on, "attention lower rows");
-}
-
 void attention_publish_heads_sm90(const struct cuda *on, const struct attention_publish_sm90 *a)
 {
     const dim3 grid = grid_of(a);
@@ -491,31 +423,7 @@ void attention_publish_heads_sm90(const struct cuda *on, const struct attention_
     }
     cuda_launched(on, "attention publish");
     if (p.scores[0].decoded != NULL) {
-        lower_rows(on, a, p.scores[0]);
-        lower_rows(on, a, p.scores[1]);
-    }
-}
-
-void attention_decode_heads_sm90(const struct cuda *on, const struct attention_publish_sm90 *a)
-{
-    const publish_plan p = plan_of(a);
-    for (const score_operand &o : p.scores) {
-        const int64_t per_head = a->shape.tokens * FEATURES;
-        const dim3 grid(slices_of(per_head), (unsigned int)(a->shape.batch * o.heads));
-        raise_rows_kernel<<<grid, LOWER_THREADS, 0, on->stream>>>(o.rows, per_head, o.inverse, o.to);
-        cuda_launched(on, "attention raise rows");
-    }
-}
-
-void attention_code_heads_sm90(const struct cuda *on, const struct attention_publish_sm90 *a)
-{
-    const publish_plan p = plan_of(a);
-    const int64_t head = a->shape.tokens * FEATURES;
-    for (score_operand o : p.scores) {
-        const head_tensor x = {
-            {o.to, o.heads * head, FEATURES, head}, a->shape.batch, a->shape.tokens, o.heads, FEATURES};
-        o.decoded = a->decoded;
-        attention_measure_cuda(on, &x, o.decoded);
-        lower_rows(on, a, o);
+        publish_lower_rows(on, &a->shape, p.scores[0]);
+        publish_lower_rows(on, &a->shape, p.scores[1]);
     }
 }

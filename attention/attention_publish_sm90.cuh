@@ -1,5 +1,5 @@
 /* attention: rounding of operands on Hopper, bit for bit as attention_cuda_operands.cuh has it, in fewer instructions.
- * For attention_publish_sm90.cu.
+ * For attention_publish_sm90.cu and attention_publish_rows_sm90.cu.
  *
  * A block of NVFP4 is 16 features in a thread, as eight pairs of BF16. Heads whose largest magnitude is ordinary
  * (quick) take ways on which nothing may leave the normal numbers. All short ways were compared with the definitions on
@@ -8,6 +8,10 @@
 
 #include "attention/attention_cuda_operands.cuh"
 #include "attention/sm90.cuh"
+
+extern "C" {
+#include "attention/attention_sm90.h"
+}
 
 #include <cuda_fp16.h>
 
@@ -386,3 +390,31 @@ __device__ __forceinline__ uint4 publish_block(uint32_t (&x)[8], const score_hea
     nvfp4_decoded(x, scale, h);
     return E4M3 ? lower16(x, h.m, h.back) : make_uint4(0, 0, 0, 0);
 }
+
+/* ---- Q and K as operands ----------------------------------------------------------------------------------- */
+
+enum { FEATURES = 128 };
+
+/* Q or K. */
+struct score_operand {
+    head_view from;
+    int64_t heads;
+    bf16 *to;            /* or NULL where rows say it all */
+    uint8_t *rows;       /* E4M3, or NULL */
+    float *inverse;      /* with rows */
+    head_facts *decoded; /* of each head, zero to begin with: largest decoded magnitude; or NULL */
+};
+
+static inline score_operand score_operand_q(const struct attention_publish_sm90 *a)
+{
+    return {a->q, a->shape.heads, a->own_q, a->q8, a->q_inverse, NULL};
+}
+
+static inline score_operand score_operand_k(const struct attention_publish_sm90 *a)
+{
+    return {a->k, a->shape.kv_heads, a->own_k, a->k8, a->k_inverse, NULL};
+}
+
+/* The step to E4M3 where the largest decoded value had to be found: `to` is rounded once more, `rows` and `inverse`
+ * follow from `decoded` (attention_publish_rows_sm90.cu). */
+void publish_lower_rows(const struct cuda *on, const struct attention_shape *shape, const score_operand &o);

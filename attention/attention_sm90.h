@@ -57,7 +57,7 @@ struct attention_operands_sm90 {
 };
 void attention_fwd_codes_sm90(const struct attention_fwd *a, const struct attention_operands_sm90 *x);
 
-/* ---- publishing (attention_publish_sm90.cu) ---------------------------------------------------------------- */
+/* ---- publishing (attention_publish_sm90.cu, attention_publish_rows_sm90.cu) -------------------------------- */
 
 /* One call: what the recipe codes of Q, K and V, and where it goes. own_q, own_k, own_v: (B, heads, T, 128), the
  * represented operands of docs/numerics.md (v times attention_unit), bit for bit those of the CPU; a source may be its
