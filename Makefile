@@ -188,10 +188,10 @@ tidy: ## includes point one way, files stay small, nothing forbidden
 	$(Q)tools/tidy.sh
 
 format: ## rewrite the sources with clang-format
-	clang-format -i $$(git ls-files -co --exclude-standard '*.c' '*.h' '*.cu')
+	clang-format -i $$(git ls-files -co --exclude-standard '*.c' '*.h' '*.cu' '*.cuh')
 
 format-check: ## fail if clang-format would change anything
-	clang-format --dry-run -Werror $$(git ls-files -co --exclude-standard '*.c' '*.h' '*.cu')
+	clang-format --dry-run -Werror $$(git ls-files -co --exclude-standard '*.c' '*.h' '*.cu' '*.cuh')
 
 compile_commands.json: ## for clangd and clang-tidy
 	bear --output $@ -- $(MAKE) -B OUT=build/bear all
