@@ -40,19 +40,19 @@ struct kept {
 };
 
 struct model_cuda {
-    int64_t rows;      /* the largest n */
-    int64_t head_rows; /* of logits at once */
-    struct kept *kept; /* owns the table; (L) */
-    bf16 *residual;    /* (L + 1, n, C): what enters each layer, and what leaves the last */
-    bf16 *hidden;      /* (n, C): after the final norm */
-    bf16 *normed;      /* (n, C): output of the norm that ran last, */
-    float *inv_rms;    /* (n): and its inverse roots; of the final norm from forward to backward */
-    bf16 *branch;      /* (n, C): before it joins the residual stream; in backward the gradient of a norm's output; the
-                          final norm's lies here from forward to backward */
-    bf16 *d;           /* (n, C): gradient of the residual stream */
-    void *tool;        /* scratch of the operator that runs */
-    float *amax;       /* (2, L, PROJECTIONS): largest |x| and |dy| of each product; small formats only */
-    float *weight_amax;               /* (L, PROJECTIONS): found by the optimizer, see model_weight_amax */
+    int64_t rows;       /* the largest n */
+    int64_t head_rows;  /* of logits at once */
+    struct kept *kept;  /* owns the table; (L) */
+    bf16 *residual;     /* (L + 1, n, C): what enters each layer, and what leaves the last */
+    bf16 *hidden;       /* (n, C): after the final norm */
+    bf16 *normed;       /* (n, C): output of the norm that ran last, */
+    float *inv_rms;     /* (n): and its inverse roots; of the final norm from forward to backward */
+    bf16 *branch;       /* (n, C): before it joins the residual stream; in backward the gradient of a norm's output; the
+                           final norm's lies here from forward to backward */
+    bf16 *d;            /* (n, C): gradient of the residual stream */
+    void *tool;         /* scratch of the operator that runs */
+    float *amax;        /* (2, L, PROJECTIONS): largest |x| and |dy| of each product; small formats only */
+    float *weight_amax; /* (L, PROJECTIONS): found by the optimizer, see model_weight_amax */
     float *losses, *lse;              /* (n): of the head */
     int32_t *made_up;                 /* (2, n): tokens and targets of the warm-up */
     struct model_loss_row *loss_rows; /* (B) */
