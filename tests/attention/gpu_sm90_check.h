@@ -199,8 +199,8 @@ static inline int check_forward(struct gpu *gpu, const struct attention_case *c,
 /* BF16: both sides round P and dS to BF16 before the products. They differ where ex2 (2^-22) or the order of a sum
  * moves a value over a rounding boundary: a small share of 2^-9, and the final rounding likewise.
  * FP8: tensor cores keep about 14 bits of a running sum, truncating: dP moves by some 2^-10 of itself, which turns
- * one to three stored dS in 1000 to the neighbouring code, 2^-4 away. A few tokens: exp2f of the two sides differs in the
- * last bit, and dO over a normaliser of 4 bits often lies on a tie. Scores of FP8 products move too, and with them
+ * one to three stored dS in 1000 to the neighbouring code, 2^-4 away. A few tokens: exp2f of the two sides differs in
+ * the last bit, and dO over a normaliser of 4 bits often lies on a tie. Scores of FP8 products move too, and with them
  * codes of P; rebuilt MXFP4 codes have fewer steps, and larger ones. */
 static inline double backward_bound(const struct attention_recipe *recipe)
 {
