@@ -205,21 +205,20 @@ static inline void gpu_case_close(struct gpu_case *g)
     free(g->got_saved);
 }
 
-static inline void call_forward(const struct gpu_case *g)
+static inline struct attention_fwd forward_of(const struct gpu_case *g)
 {
     unsigned char *image = g->gpu->device;
-    const struct attention_fwd call = {.cuda = g->gpu->cuda,
-                                       .shape = g->c->shape,
-                                       .recipe = &g->c->recipe,
-                                       .q = view_of(g, IN_Q, image),
-                                       .k = view_of(g, IN_K, image),
-                                       .v = view_of(g, IN_V, image),
-                                       .out = view_of(g, OUT, image),
-                                       .lse_log2 = (float *)(image + g->lse_at),
-                                       .saved = g->inference ? NULL : image + g->saved_at,
-                                       .scratch = image + g->scratch_at,
-                                       .stats = g->counted[0]};
-    g->variant->fwd(&call);
+    return (struct attention_fwd){.cuda = g->gpu->cuda,
+                                  .shape = g->c->shape,
+                                  .recipe = &g->c->recipe,
+                                  .q = view_of(g, IN_Q, image),
+                                  .k = view_of(g, IN_K, image),
+                                  .v = view_of(g, IN_V, image),
+                                  .out = view_of(g, OUT, image),
+                                  .lse_log2 = (float *)(image + g->lse_at),
+                                  .saved = g->inference ? NULL : image + g->saved_at,
+                                  .scratch = image + g->scratch_at,
+                                  .stats = g->counted[0]};
 }
 
 static inline void call_backward(const struct gpu_case *g)
@@ -261,7 +260,8 @@ static inline int gpu_case_run(struct gpu_case *g)
     const bool own = g->variant == &attention_variant_sm90;
     cuda_upload(gpu->cuda, gpu->device, gpu->before, g->used);
     if (g->passes & FORWARD) {
-        call_forward(g);
+        const struct attention_fwd call = forward_of(g);
+        g->variant->fwd(&call);
     } else if (own) {
         attention_complete_sm90(gpu->cuda, &g->c->shape, &g->c->recipe, saved, gpu->device + g->scratch_at);
     }

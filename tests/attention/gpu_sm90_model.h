@@ -13,17 +13,8 @@
 /* The operands of the forward of a call that has run, in the scratch of its image. */
 static inline struct attention_operands_sm90 published_again(const struct gpu_case *g)
 {
-    unsigned char *image = g->gpu->device;
-    return attention_fwd_publish_sm90(&(struct attention_fwd){.cuda = g->gpu->cuda,
-                                                              .shape = g->c->shape,
-                                                              .recipe = &g->c->recipe,
-                                                              .q = view_of(g, IN_Q, image),
-                                                              .k = view_of(g, IN_K, image),
-                                                              .v = view_of(g, IN_V, image),
-                                                              .out = view_of(g, OUT, image),
-                                                              .lse_log2 = (float *)(image + g->lse_at),
-                                                              .saved = image + g->saved_at,
-                                                              .scratch = image + g->scratch_at});
+    const struct attention_fwd call = forward_of(g);
+    return attention_fwd_publish_sm90(&call);
 }
 
 /* ---- backward: pv = fp8, `represented`, qk = nvfp4, batch 1, one kv head ----------------------------------- */

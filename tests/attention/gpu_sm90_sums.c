@@ -248,22 +248,30 @@ static struct attention_recipe forward_recipe(int i)
     return recipe;
 }
 
-static void forward_codes(void **state)
+/* All inputs of all recipes of a pass. */
+static void judge_pass(struct gpu *gpu, const char *pass, int recipes, struct attention_recipe (*recipe_of_row)(int),
+                       void (*count)(struct gpu *, const struct attention_recipe *, enum input_kind, struct work *,
+                                     struct tally *))
 {
     struct work *w = malloc(sizeof *w);
     int bad = 0;
-    for (int i = 0; i < 7; i++) {
-        const struct attention_recipe recipe = forward_recipe(i);
+    for (int i = 0; i < recipes; i++) {
+        const struct attention_recipe recipe = recipe_of_row(i);
         struct tally t = {0};
         for (int kind = 0; kind < INPUT_KINDS; kind++) {
             if (!gpu_leaves_out(7)) {
-                forward_kind(*state, &recipe, (enum input_kind)kind, w, &t);
+                count(gpu, &recipe, (enum input_kind)kind, w, &t);
             }
         }
-        bad += tally_judge("forward", &recipe, &t);
+        bad += tally_judge(pass, &recipe, &t);
     }
     free(w);
     assert_int_equal(bad, 0);
+}
+
+static void forward_codes(void **state)
+{
+    judge_pass(*state, "forward", 7, forward_recipe, forward_kind);
 }
 
 /* ---- backward: dO = one query in each feature of one head of a group, dV = P dO ---------------------------- */
@@ -369,20 +377,7 @@ static struct attention_recipe backward_recipe(int i)
 
 static void backward_codes(void **state)
 {
-    struct work *w = malloc(sizeof *w);
-    int bad = 0;
-    for (int i = 0; i < 9; i++) {
-        const struct attention_recipe recipe = backward_recipe(i);
-        struct tally t = {0};
-        for (int kind = 0; kind < INPUT_KINDS; kind++) {
-            if (!gpu_leaves_out(7)) {
-                backward_kind(*state, &recipe, (enum input_kind)kind, w, &t);
-            }
-        }
-        bad += tally_judge("backward", &recipe, &t);
-    }
-    free(w);
-    assert_int_equal(bad, 0);
+    judge_pass(*state, "backward", 9, backward_recipe, backward_kind);
 }
 
 int main(int argc, char **argv)
