@@ -508,47 +508,43 @@ static inline CUtensorMap tensor_map(const struct cuda *on, const struct tensor_
     return map;
 }
 
-/* Tiles of 64 features x `rows` tokens of one head: coordinates (feature, token, head, batch). */
-static inline CUtensorMap head_map(const struct cuda *on, const struct head_view *view, int64_t tokens, int64_t heads,
-                                   int64_t batch, int rows)
+/* Tiles of 128 bytes x `rows` tokens of one head: coordinates (element, token, head, batch) of (B, heads, T, 128)
+ * elements, strides in bytes. Rows behind T come as zeros. */
+static inline CUtensorMap rows_map(const struct cuda *on, const void *data, CUtensorMapDataType type,
+                                   const uint64_t (&stride)[3], int64_t tokens, int64_t heads, int64_t batch, int rows)
 {
     struct tensor_map_shape s = {};
-    s.data = view->data;
-    s.type = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    s.data = data;
+    s.type = type;
     s.rank = 4;
     s.extent[0] = 128;
     s.extent[1] = (uint64_t)tokens;
     s.extent[2] = (uint64_t)heads;
     s.extent[3] = (uint64_t)batch;
-    s.stride[0] = (uint64_t)view->token_stride * sizeof(bf16);
+    s.stride[0] = stride[0];
     /* A dimension of one entry has any stride; the encoder still wants a legal one. */
-    s.stride[1] = heads > 1 ? (uint64_t)view->head_stride * sizeof(bf16) : s.stride[0];
-    s.stride[2] = batch > 1 ? (uint64_t)view->batch_stride * sizeof(bf16) : s.stride[0];
-    s.box[0] = 64;
+    s.stride[1] = heads > 1 ? stride[1] : stride[0];
+    s.stride[2] = batch > 1 ? stride[2] : stride[0];
+    s.box[0] = type == CU_TENSOR_MAP_DATA_TYPE_UINT8 ? 128 : 64;
     s.box[1] = (uint32_t)rows;
     s.box[2] = s.box[3] = 1;
     s.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
     return tensor_map(on, &s);
 }
 
-/* Rows of E4M3, (B, heads, T, 128) bytes, contiguous; boxes of `rows` rows. Rows behind T come as zeros. */
+/* Of BF16, 64 features a tile. */
+static inline CUtensorMap head_map(const struct cuda *on, const struct head_view *view, int64_t tokens, int64_t heads,
+                                   int64_t batch, int rows)
+{
+    const uint64_t stride[3] = {(uint64_t)view->token_stride * sizeof(bf16), (uint64_t)view->head_stride * sizeof(bf16),
+                                (uint64_t)view->batch_stride * sizeof(bf16)};
+    return rows_map(on, view->data, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, stride, tokens, heads, batch, rows);
+}
+
+/* Of E4M3, contiguous. */
 static inline CUtensorMap codes_map(const struct cuda *on, const void *data, int64_t tokens, int64_t heads,
                                     int64_t batch, int rows)
 {
-    struct tensor_map_shape s = {};
-    s.data = data;
-    s.type = CU_TENSOR_MAP_DATA_TYPE_UINT8;
-    s.rank = 4;
-    s.extent[0] = 128;
-    s.extent[1] = (uint64_t)tokens;
-    s.extent[2] = (uint64_t)heads;
-    s.extent[3] = (uint64_t)batch;
-    s.stride[0] = 128;
-    s.stride[1] = (uint64_t)tokens * 128;
-    s.stride[2] = (uint64_t)(heads * tokens) * 128;
-    s.box[0] = 128;
-    s.box[1] = (uint32_t)rows;
-    s.box[2] = s.box[3] = 1;
-    s.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
-    return tensor_map(on, &s);
+    const uint64_t stride[3] = {128, (uint64_t)tokens * 128, (uint64_t)(heads * tokens) * 128};
+    return rows_map(on, data, CU_TENSOR_MAP_DATA_TYPE_UINT8, stride, tokens, heads, batch, rows);
 }
