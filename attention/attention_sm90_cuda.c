@@ -220,6 +220,22 @@ void attention_fwd_sm90(const struct attention_fwd *a)
     }
 }
 
+/* Q and K of a saved state: their BF16 forms and their rows. */
+static struct attention_publish_sm90 rows_of(const struct attention_shape *shape, const struct attention_recipe *recipe,
+                                             const struct attention_saved_sm90 *x)
+{
+    return (struct attention_publish_sm90){
+        .shape = *shape,
+        .recipe = recipe,
+        .own_q = x->operands.q,
+        .own_k = x->operands.k,
+        .q8 = x->q8,
+        .k8 = x->k8,
+        .q_inverse = x->q_inverse,
+        .k_inverse = x->k_inverse,
+    };
+}
+
 void attention_complete_sm90(const struct cuda *on, const struct attention_shape *shape,
                              const struct attention_recipe *recipe, void *saved, void *scratch)
 {
@@ -229,17 +245,8 @@ void attention_complete_sm90(const struct cuda *on, const struct attention_shape
     if (x.q8 == NULL) {
         return;
     }
-    const struct attention_publish_sm90 p = {
-        .shape = *shape,
-        .recipe = recipe,
-        .own_q = x.operands.q,
-        .own_k = x.operands.k,
-        .q8 = x.q8,
-        .k8 = x.k8,
-        .q_inverse = x.q_inverse,
-        .k_inverse = x.k_inverse,
-        .decoded = fwd_carve(shape, recipe, true, &carve).decoded,
-    };
+    struct attention_publish_sm90 p = rows_of(shape, recipe, &x);
+    p.decoded = fwd_carve(shape, recipe, true, &carve).decoded;
     attention_code_heads_sm90(on, &p);
 }
 
@@ -251,16 +258,7 @@ void attention_restore_sm90(const struct cuda *on, const struct attention_shape 
     if (!rows_suffice(recipe, true, x.q8 != NULL)) {
         return;
     }
-    const struct attention_publish_sm90 p = {
-        .shape = *shape,
-        .recipe = recipe,
-        .own_q = x.operands.q,
-        .own_k = x.operands.k,
-        .q8 = x.q8,
-        .k8 = x.k8,
-        .q_inverse = x.q_inverse,
-        .k_inverse = x.k_inverse,
-    };
+    const struct attention_publish_sm90 p = rows_of(shape, recipe, &x);
     attention_decode_heads_sm90(on, &p);
 }
 
