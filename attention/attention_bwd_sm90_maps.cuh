@@ -50,13 +50,6 @@ static __device__ __forceinline__ float2 fields_as_floats(uint32_t fields)
     return __half22float2(*reinterpret_cast<const __half2 *>(&fields));
 }
 
-static __device__ __forceinline__ uint32_t multiply_halves(uint32_t a, uint32_t b)
-{
-    uint32_t y;
-    asm("mul.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-    return y;
-}
-
 /* As mxfp4_codes: d of all scores (masked ones, and those of rows without a gradient, -Inf) to represented P (times 6
  * for the amplitude family), as A registers in E5M2. */
 template <enum p_code CODE>
@@ -88,13 +81,12 @@ static __device__ __forceinline__ void map_codes(const float (&x)[32], const str
 static struct bwd_map map_of(const struct attention_recipe *recipe)
 {
     const bool nearest = recipe->mx_rule == MX_NEAREST;
-    const float amplitude = nearest ? 0x1.4ae00ep+1f : 0.0f; /* fl32(log2 6) */
     const struct direct_line line = direct_line_of(recipe);
     struct bwd_map m;
     /* 3400 2^-13 is 1 - log2 1.5 to 2e-6, and exact beside 1536. */
     m.whole = 1536.0f + (nearest ? 3400 * 0x1p-13f : -2.0f);
     m.slope = line.slope;
     m.step = line.slope * -0x1p24f; /* fields come as FP16 codes */
-    m.offset = line.slope * (amplitude + FIELD) + line.offset;
+    m.offset = line.slope * (amplitude_of(recipe) + FIELD) + line.offset;
     return m;
 }

@@ -78,12 +78,17 @@ static __device__ __forceinline__ void block_exponents(const float (&v)[32], cha
     pair_largest(block_exponents_of<CODE>(warp_largest(e)), shared, wg, e);
 }
 
+static __device__ __forceinline__ uint32_t multiply_halves(uint32_t a, uint32_t b)
+{
+    uint32_t y;
+    asm("mul.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+
 /* Pairs of y 2^-14, y in [0, 10), to E2M1(y) 2^-14 times the powers of two of `scale`, exactly; all FP16. */
 static __device__ __forceinline__ uint32_t e2m1_halves(float y0, float y1, uint32_t scale)
 {
-    uint32_t halves = __viaddmin_u16x2(pack_f16_down(y0, y1), 0x01000100u, 0x0fff0fffu) & 0xfe00fe00u;
-    asm("mul.f16x2 %0, %0, %1;" : "+r"(halves) : "r"(scale));
-    return halves;
+    return multiply_halves(__viaddmin_u16x2(pack_f16_down(y0, y1), 0x01000100u, 0x0fff0fffu) & 0xfe00fe00u, scale);
 }
 
 /* Represented P times 2^MXFP4_SHIFT (and 6 for the amplitude family) as A registers in E5M2, from base-2 scores less
@@ -104,8 +109,7 @@ static __device__ __forceinline__ void mxfp4_codes(float (&x)[32], char *shared,
         const float low = __uint_as_float(one - (e[j] << 16)), high = __uint_as_float(one - (e[j] & 0xffff0000u));
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const uint32_t pair = e2m1_halves(x[4 * j + 2 * h] * low, x[4 * j + 2 * h + 1] * high, e[j] << 3);
-            halves[2 * j + h] = pair;
+            halves[2 * j + h] = e2m1_halves(x[4 * j + 2 * h] * low, x[4 * j + 2 * h + 1] * high, e[j] << 3);
         }
     }
 #pragma unroll

@@ -34,6 +34,12 @@ __device__ __forceinline__ float code_space_whole(float y)
     return __fadd_rd(__int_as_float(most), 1536.0f);
 }
 
+/* log2 of what x is multiplied by: of 6 in the amplitude family, OCP's is 1. */
+static inline float amplitude_of(const struct attention_recipe *recipe)
+{
+    return recipe->mx_rule == MX_NEAREST ? 0x1.4ae00ep+1f : 0.0f; /* fl32(log2 6) */
+}
+
 /* The line of a recipe's map, slope and offset on x; affine times 2^-14. */
 struct direct_line {
     float slope, offset;
