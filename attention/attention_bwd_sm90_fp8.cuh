@@ -70,7 +70,7 @@ struct bwd8_plan {
     /* dS is kept for `together` units at a time, so that scratch stays bounded. */
     uint8_t *ds;
     int together;
-    float *sums; /* FP32 sums of dK and dV (attention_bwd_sm90_fp8.cu) */
+    float *sums; /* FP32 sums of dK and dV (attention_bwd_sm90_beside.cuh) */
 };
 
 static __device__ __forceinline__ struct bwd_lifts lifts_of(const struct bwd8_plan &p, int unit)
@@ -106,8 +106,7 @@ static __device__ __forceinline__ uint64_t operand_64_at(uint32_t base, uint32_t
            ((base >> 4) + (at >> 4 | 1u << 16) + stage * (bytes >> 4));
 }
 
-/* Enqueues everything up to the operands and statistics. K and V as the recipe's views want
- * them. */
+/* Enqueues everything up to the operands and statistics. K and V as the recipe's views want them. */
 struct bwd8_inputs {
     struct head_view q, k, v, out, dout; /* q, k: of the gradient views; v: of dP */
     const float *lse;
