@@ -116,10 +116,10 @@ _Noreturn void comm_abort(struct comm *comm, int exit_code)
 }
 
 /* A step is never shorter than it takes mpirun to end the others once the first has spoken: it asks, then kills about a
- * second later. */
+ * second later, or a few on a crowded machine. */
 static double wait_s(const struct comm *comm, int steps)
 {
-    static const double ending_s = 2;
+    static const double ending_s = 5;
     return comm->timeout_s + steps * fmax(0.1 * comm->timeout_s, ending_s);
 }
 

@@ -32,7 +32,7 @@ void comm_close(struct comm *comm);
 _Noreturn void comm_abort(struct comm *comm, int exit_code);
 
 /* Collectives on host memory: all ranks call the same one with the same sizes. A rank that waits longer than timeout_s
- * (a tenth and at least 2 s more for each step that it is further from the rank waited for, so that whoever sees the
+ * (a tenth and at least 5 s more for each step that it is further from the rank waited for, so that whoever sees the
  * cause speaks first; time in which the waiting process itself was stopped does not count) fails with ERR_COMM naming
  * the call and the rank that is missing; what is left to do then is comm_abort. */
 MUST_CHECK enum status comm_barrier(struct comm *comm);

@@ -88,7 +88,8 @@ int wait_for_end(struct program *p, pid_t launcher, const char *run, double limi
         kill(launcher, SIGKILL);
         waitpid(launcher, &status, 0);
         program_shell(p, "cat {}/background.txt");
-        fail_msg("%s: still there after %g s; it said:\n%s", run, limit_s, p->output);
+        program_show(p);
+        fail_msg("%s: still there after %g s", run, limit_s);
     }
     program_shell(p,
                   "for c in $(pgrep -x train_gpt8b); do tr '\\0' '\\n' < /proc/$c/cmdline; done 2>/dev/null | "
@@ -106,7 +107,8 @@ void expect_times(const struct program *p, const char *words, int count)
         found++;
     }
     if (found != count) {
-        fail_msg("\"%s\": %d times, expected %d, in the output:\n%s", words, found, count, p->output);
+        program_show(p);
+        fail_msg("\"%s\": %d times in the output, expected %d", words, found, count);
     }
 }
 

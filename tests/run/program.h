@@ -30,6 +30,9 @@ int program_train_unequal(struct program *p, const char *first, const char *seco
 /* A shell command, {} replaced by the folder; returns its exit status. */
 int program_shell(struct program *p, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
+/* Prints the last output, whole: for a test that is about to fail. */
+void program_show(const struct program *p);
+
 /* A call and the exit status that it must have; the output is shown if it has another. */
 #define EXITS(code, p, call) program_exits(p, call, code, __FILE__, __LINE__)
 void program_exits(const struct program *p, int found, int expected, const char *file, int line);
