@@ -41,7 +41,7 @@ static int run(int ranks, const char *role)
     }
     int status = 0;
     pid_t ended = 0;
-    for (int tenths = 0; tenths < 600 && ended == 0; tenths++) {
+    for (int tenths = 0; tenths < 3000 && ended == 0; tenths++) { /* bounds a failure only */
         ended = waitpid(child, &status, WNOHANG);
         if (ended == 0) {
             usleep(100000);

@@ -237,7 +237,7 @@ int program_stop(const struct program *p, pid_t pid, const char *run, int number
     snprintf(path, sizeof path, "%s/metrics.jsonl", run);
     while (!file_exists(p, path) || count_lines(p, path) < 3) {
         nanosleep(&(struct timespec){.tv_nsec = 5000000}, NULL);
-        if (tries++ > 12000) {
+        if (tries++ > 60000) {
             fail_msg("%s: no rows", run);
         }
     }

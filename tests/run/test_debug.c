@@ -65,15 +65,17 @@ static void test_numbers_that_are_not_finite(void **state)
 static void test_a_lost_rank_ends_the_run(void **state)
 {
     static const char *const kinds[] = {"exit", "kill", "hang"};
+    /* Of what ends, the launcher speaks: we must not be first, however long it takes on a crowded machine. */
+    static const char *const timeouts[] = {"60", "60", "4"};
     struct program *p = *state;
     if (!has_mpi(p)) {
         skip();
     }
     for (size_t i = 0; i < sizeof kinds / sizeof kinds[0]; i++) {
         int status = program_train(p, 2,
-                                   "--run.out={}/%s --checkpoint.every=1 --dist.timeout_s=2 --debug.allow=1 "
+                                   "--run.out={}/%s --checkpoint.every=1 --dist.timeout_s=%s --debug.allow=1 "
                                    "--debug.fault=%s@3:1",
-                                   kinds[i], kinds[i]);
+                                   kinds[i], timeouts[i], kinds[i]);
         assert_int_not_equal(status, 0);
         program_expect(p, "planted in update 3, rank 1");
         char newest[128];
@@ -85,7 +87,7 @@ static void test_a_lost_rank_ends_the_run(void **state)
         const char *cause = strstr(p->output, "error: ");
         assert_true(cause == NULL || strstr(cause + 1, "error: ") == NULL);
         if (strcmp(kinds[i], "hang") == 0) {
-            program_expect(p, "rank 0 heard nothing from rank 1 for 2.0 s");
+            program_expect(p, "rank 0 heard nothing from rank 1 for 4.0 s");
         }
     }
 }
