@@ -262,7 +262,7 @@ extern "C" const char *attention_bwd_fp8_refuses_sm90(const struct attention_sha
 
 /* Bytes of dS of one unit, and of those in memory at the same time: of all, or 1.25 GiB; and of one turn of those that
  * run together at least (256 blocks of keys at most, or one unit), since the GPU empties after each. Longer sequences
- * never take less, so that what is planned for the longest call holds every other. */
+ * never take less, so that what is planned for the longest call holds every other, unless the longest is refused. */
 static int64_t ds_of_unit(const struct bwd_plan &p)
 {
     return pairs_of_head(p) * (p.heads / p.kv_heads) * BWD8_PAIR;
