@@ -13,11 +13,6 @@
 
 enum { LOOKS_A_SECOND = 100 };
 
-static void nap(void)
-{
-    nanosleep(&(struct timespec){.tv_nsec = 1000000000 / LOOKS_A_SECOND}, NULL);
-}
-
 bool is_soak(void)
 {
     return getenv("SOAK") != NULL;
@@ -37,33 +32,6 @@ void needs_mpi(void)
     }
 }
 
-/* Whole lines only: the last may be half written. */
-static int count_rows(const struct program *p, const char *run)
-{
-    char path[256];
-    int rows = 0;
-    snprintf(path, sizeof path, "%s/%s/metrics.jsonl", p->folder, run);
-    FILE *file = fopen(path, "r");
-    for (int c = 0; file != NULL && (c = getc(file)) != EOF;) {
-        rows += c == '\n';
-    }
-    if (file != NULL) {
-        fclose(file);
-    }
-    return rows;
-}
-
-void wait_for_rows(const struct program *p, const char *run, int rows)
-{
-    for (int i = 0; i < 120 * LOOKS_A_SECOND; i++) {
-        if (count_rows(p, run) >= rows) {
-            return;
-        }
-        nap();
-    }
-    fail_msg("%s: fewer than %d rows after two minutes", run, rows);
-}
-
 pid_t rank_process(struct program *p, pid_t launcher, int rank)
 {
     EXITS(0, p,
@@ -81,7 +49,7 @@ int wait_for_end(struct program *p, pid_t launcher, const char *run, double limi
     int status = 0;
     pid_t ended = 0;
     for (int i = 0; i < limit_s * LOOKS_A_SECOND && ended == 0; i++) {
-        nap();
+        nanosleep(&(struct timespec){.tv_nsec = 1000000000 / LOOKS_A_SECOND}, NULL);
         ended = waitpid(launcher, &status, WNOHANG);
     }
     if (ended != launcher) {

@@ -10,9 +10,6 @@ void soak_only(void);
 /* Skips the test unless several ranks can be started. */
 void needs_mpi(void);
 
-/* Waits until a run has written `rows` rows of metrics. The limit only bounds a failure. */
-void wait_for_rows(const struct program *p, const char *run, int rows);
-
 /* The process of one rank below a launcher of program_start. */
 pid_t rank_process(struct program *p, pid_t launcher, int rank);
 

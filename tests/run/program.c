@@ -16,7 +16,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { COMMAND = 8192 };
+enum { COMMAND = 8192, LOOKS_A_SECOND = 200 };
 
 /* Two layers, a batch of 4: an update takes milliseconds. */
 static const char base[] =
@@ -217,30 +217,36 @@ bool file_exists(const struct program *p, const char *name)
     return access(path, F_OK) == 0;
 }
 
-/* Whole lines: the run may be writing one. */
-static int count_lines(const struct program *p, const char *name)
+/* Whole lines only: the last may be half written. */
+static int count_rows(const struct program *p, const char *run)
 {
-    size_t bytes = 0;
-    int lines = 0;
-    char *text = read_file(p, name, &bytes);
-    for (size_t i = 0; i < bytes; i++) {
-        lines += text[i] == '\n';
+    char path[512];
+    int rows = 0;
+    snprintf(path, sizeof path, "%s/%s/metrics.jsonl", p->folder, run);
+    FILE *file = fopen(path, "r");
+    for (int c = 0; file != NULL && (c = getc(file)) != EOF;) {
+        rows += c == '\n';
     }
-    free(text);
-    return lines;
+    if (file != NULL) {
+        fclose(file);
+    }
+    return rows;
+}
+
+void wait_for_rows(const struct program *p, const char *run, int rows)
+{
+    for (int looks = 0; count_rows(p, run) < rows; looks++) {
+        if (looks == 300 * LOOKS_A_SECOND) {
+            fail_msg("%s: fewer than %d rows after five minutes", run, rows);
+        }
+        nanosleep(&(struct timespec){.tv_nsec = 1000000000 / LOOKS_A_SECOND}, NULL);
+    }
 }
 
 int program_stop(const struct program *p, pid_t pid, const char *run, int number)
 {
-    char path[256];
-    int status, tries = 0;
-    snprintf(path, sizeof path, "%s/metrics.jsonl", run);
-    while (!file_exists(p, path) || count_lines(p, path) < 3) {
-        nanosleep(&(struct timespec){.tv_nsec = 5000000}, NULL);
-        if (tries++ > 60000) {
-            fail_msg("%s: no rows", run);
-        }
-    }
+    int status;
+    wait_for_rows(p, run, 3);
     assert_int_equal(kill(pid, number), 0);
     assert_int_equal(waitpid(pid, &status, 0), pid);
     return WIFEXITED(status) ? WEXITSTATUS(status) : -1;

@@ -43,8 +43,10 @@ void program_expect(const struct program *p, const char *words);
 /* Starts the trainer (or mpirun) in the background with base.toml. */
 pid_t program_start(const struct program *p, int ranks, const char *arguments);
 
-/* Waits until a run has written some rows (the limit only bounds a failure), sends it a signal and returns its exit
- * status; -1 if the signal killed it. */
+/* Waits until a run has written `rows` rows of metrics. The limit only bounds a failure. */
+void wait_for_rows(const struct program *p, const char *run, int rows);
+
+/* Waits for some rows, sends the run a signal and returns its exit status; -1 if the signal killed it. */
 int program_stop(const struct program *p, pid_t pid, const char *run, int number);
 
 /* Files below the folder, byte for byte. */
