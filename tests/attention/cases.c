@@ -201,6 +201,13 @@ int64_t case_keys(const struct attention_case *c)
     return c->shape.batch * c->shape.tokens * c->shape.kv_heads * c->shape.head_dim;
 }
 
+void case_multiply(bf16 *x, int64_t n, float by)
+{
+    for (int64_t i = 0; i < n; i++) {
+        x[i] = bf16_from_float(bf16_to_float(x[i]) * by);
+    }
+}
+
 double rel_l2(const bf16 *x, const double *y, int64_t n)
 {
     double error = 0;

@@ -39,6 +39,9 @@ struct attention_recipe recipe_of(enum pv_format pv, enum backward_preset backwa
 int64_t case_queries(const struct attention_case *c); /* elements of q, out, dout, dq */
 int64_t case_keys(const struct attention_case *c);    /* elements of k, v, dk, dv */
 
+/* x *= by, rounded to BF16; n elements. */
+void case_multiply(bf16 *x, int64_t n, float by);
+
 /* ||x - y|| / ||y||; 0 if both are zero. Cosine. */
 double rel_l2(const bf16 *x, const double *y, int64_t n);
 double cosine(const bf16 *x, const double *y, int64_t n);

@@ -63,13 +63,6 @@ static void against_fp64(void **state)
 
 /* ---- large and vanishing values ---------------------------------------------------------------------------- */
 
-static void multiply(bf16 *x, int64_t n, float by)
-{
-    for (int64_t i = 0; i < n; i++) {
-        x[i] = bf16_from_float(bf16_to_float(x[i]) * by);
-    }
-}
-
 /* Key `key` of all heads in direction (+-1) of feature parity; queries lean there by `lean`. */
 static void spike(struct attention_case *c, int64_t key, float size, float lean)
 {
@@ -125,10 +118,10 @@ static void extreme_values(void **state)
                 continue;
             }
             case_open(&c, &s, &recipe, INPUT_GAUSS, 31);
-            multiply(c.q, case_queries(&c), e->q);
-            multiply(c.k, case_keys(&c), e->k);
-            multiply(c.v, case_keys(&c), e->v);
-            multiply(c.dout, case_queries(&c), e->dout);
+            case_multiply(c.q, case_queries(&c), e->q);
+            case_multiply(c.k, case_keys(&c), e->k);
+            case_multiply(c.v, case_keys(&c), e->v);
+            case_multiply(c.dout, case_queries(&c), e->dout);
             if (e->key >= 0) {
                 spike(&c, e->key, e->size, e->lean);
             }

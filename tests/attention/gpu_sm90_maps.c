@@ -65,13 +65,6 @@ static void lengths(void **state)
     assert_int_equal(bad, 0);
 }
 
-static void multiply(bf16 *x, int64_t n, float by)
-{
-    for (int64_t i = 0; i < n; i++) {
-        x[i] = bf16_from_float(bf16_to_float(x[i]) * by);
-    }
-}
-
 /* Scores that lie far apart (FP16 windows and 16-bit sums must not wrap), none at all (every code a largest one), and
  * rows that saw nothing. */
 static void far_scores(void **state)
@@ -93,8 +86,8 @@ static void far_scores(void **state)
             continue;
         }
         case_open(&c, &s, &recipe, INPUT_GAUSS, 31);
-        multiply(c.q, case_queries(&c), cases[i / 4].q);
-        multiply(c.k, case_keys(&c), cases[i / 4].k);
+        case_multiply(c.q, case_queries(&c), cases[i / 4].q);
+        case_multiply(c.k, case_keys(&c), cases[i / 4].k);
         case_forward(&c);
         for (int64_t row = 0; i / 4 == 3 && row < s.heads * s.tokens; row++) {
             if (row % 7 == 0 || (row % s.tokens >= 64 && row % s.tokens < 128)) {
