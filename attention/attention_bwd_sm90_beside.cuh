@@ -82,11 +82,14 @@ template <bool QK8> static __device__ __forceinline__ struct shared shared8_open
 
 /* ---- the warps that load and send --------------------------------------------------------------------------- */
 
-/* From the product of Q and K, or of their codes, to base-2 scores. */
+/* From the product of Q and K, or of their codes, to base-2 scores; as in the forward never 0 (of two tiny heads), for
+ * masked scores are -Inf. */
 template <bool QK8>
 static __device__ __forceinline__ float score_factor_of(const struct bwd8_plan &p, const struct unit &u, int head)
 {
-    return QK8 ? p.b.c * p.q_inverse[u.batch * p.b.heads + head] * p.k_inverse[u.batch * p.b.kv_heads + u.kv] : p.b.c;
+    return QK8 ? fmaxf(p.b.c * p.q_inverse[u.batch * p.b.heads + head] * p.k_inverse[u.batch * p.b.kv_heads + u.kv],
+                       0x1p-126f)
+               : p.b.c;
 }
 
 /* A tile of rows for scores: of E4M3 one box, of BF16 two. */

@@ -193,6 +193,7 @@ __device__ __forceinline__ void produce_tile(const struct fwd_maps &maps, const 
     }
     if (LAYOUT::ROW_BYTES == 128) {
         t.c *= a.q_inverse[t.head] * a.k_inverse[batch * a.kv_heads + kv_head];
+        t.c = fmaxf(t.c, 0x1p-126f); /* not 0 where both are tiny: a masked score is -Inf, and 0 times that a NaN */
     }
     s.tile[slot] = t;
     mbarrier_expect(at(s.q_full[slot]), LAYOUT::Q_BYTES);

@@ -102,6 +102,8 @@ static const struct extreme {
     {"dO 1e-25", 1, 1, 1, 1e-22f, -1, 0, 0, false},
     {"V 1e-25", 1, 1, 1e-25f, 1, -1, 0, 0, false},
     {"Q 1e10, K 1e-10", 1e10f, 1e-10f, 1, 1, -1, 0, 0, false},
+    /* What takes products of codes to scores leaves FP32 downwards. */
+    {"Q 1e-21, K 1e-21", 1e-21f, 1e-21f, 1, 1, -1, 0, 0, false},
 };
 
 static void extreme_values(void **state)
