@@ -45,8 +45,8 @@ struct model_cuda {
     struct kept *kept;  /* owns the table; (L) */
     bf16 *residual;     /* (L + 1, n, C): what enters each layer, and what leaves the last */
     bf16 *hidden;       /* (n, C): after the final norm */
-    bf16 *normed;       /* (n, C): output of the norm that ran last, */
-    float *inv_rms;     /* (n): and its inverse roots; of the final norm from forward to backward */
+    bf16 *normed;       /* (n, C): output of the norm that ran last */
+    float *inv_rms;     /* (n): its inverse RMS; the final norm's is kept from forward to backward */
     bf16 *branch;       /* (n, C): before it joins the residual stream; in backward the gradient of a norm's output; the
                            final norm's lies here from forward to backward */
     bf16 *d;            /* (n, C): gradient of the residual stream */
@@ -57,7 +57,7 @@ struct model_cuda {
     int32_t *made_up;                 /* (2, n): tokens and targets of the warm-up */
     struct model_loss_row *loss_rows; /* (B) */
 
-    /* One memory: the feed-forward's half of a layer, attention's half, */
+    /* These three share one memory: the feed-forward's half of a layer, attention's half, */
     bf16 *activated, *dgate_up, *dactivated; /* (n, F), (n, 2 F), (n, F) */
     bf16 *dattended, *dqkv;                  /* (n, H D), (n, (H + 2 Hkv) D) */
     /* and, with `tool`, the head. */
