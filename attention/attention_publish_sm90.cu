@@ -149,7 +149,7 @@ __device__ __forceinline__ int value_word(int d, int word)
     return word ^ (d / 32 * 2);
 }
 
-/* Largest magnitudes of 32 tokens, two warps, for the thread's 8 features, as pairs of BF16. Meets a barrier. */
+/* Largest magnitudes of 32 tokens, two warps, for the thread's 8 features, as pairs of BF16. With a __syncthreads. */
 __device__ __forceinline__ uint4 value_largest(const uint4 (&raw)[ROWS], value_shared &s)
 {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

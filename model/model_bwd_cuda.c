@@ -1,4 +1,4 @@
-/* model: backward on the GPU. The head's part was made in forward; what was not kept is made again, layer by layer. */
+/* model: backward on the GPU. The head's part was made in forward; what was not kept is recomputed, layer by layer. */
 #include "core/cuda.h"
 #include "model/embedding.h"
 #include "model/linear_format.h"
@@ -176,7 +176,7 @@ static void layer_backward(const struct pass *w, int index)
     model_range_open(name);
     recompute(w, index);
 
-    /* The pass over gate_up that needs dactivated makes activated on its way: the weight's gradient comes after it. */
+    /* The pass over gate_up that needs dactivated also recomputes activated: the weight's gradient comes after it. */
     project_back(w, index, PROJECTION_DOWN, NULL, g->d, g->dactivated);
     model_group_open(m, "swiglu backward");
     swiglu_bwd_cuda(&(struct swiglu_bwd){.rows = w->n,

@@ -93,15 +93,15 @@ static inline float *model_amax_cuda(const struct model *m, int layer, enum proj
     return m->layers[layer].linear[p].format == LINEAR_BF16 ? NULL : m->gpu->amax + at;
 }
 
-/* Where attention adds its statistics, or NULL. What is made again adds to a place that nobody reads: the same kernels
- * must run as the first time. */
+/* Where attention adds its statistics, or NULL. A recomputed forward adds to a dummy: the same kernels must run as the
+ * first time. */
 static inline struct attention_stats *model_stats_cuda(const struct model *m, int layer, bool again)
 {
     return m->gpu->uncounted ? NULL : &m->stats[again ? m->config.layers : layer];
 }
 
-/* Operators of a layer, shared by forward and backward, which recomputes: `again`, what was counted and measured in
- * forward is not once more. model_fwd_cuda.c */
+/* Operators of a layer, shared by forward and backward, which recomputes (`again`: without the statistics and amax that
+ * forward has gathered). model_fwd_cuda.c */
 struct norm {
     size_t gain;
     const bf16 *x, *branch; /* with a branch: sum = x + branch first */
