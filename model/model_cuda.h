@@ -85,8 +85,8 @@ static inline bf16 *model_residual_cuda(const struct model *m, int layer)
     return m->gpu->residual + layer * m->gpu->rows * m->config.width;
 }
 
-/* Where the largest |x| of a product is kept, or |dy|; NULL in BF16, which has no scale. What makes an operand
- * publishes it there: x's is known in backward, too. */
+/* Where the amax of a projection's x, or dy, is kept; NULL for BF16, which has no scale. The kernel that writes the
+ * operand finds it; x's is kept for backward. */
 static inline float *model_amax_cuda(const struct model *m, int layer, enum projection p, bool of_dy)
 {
     int64_t at = ((int64_t)of_dy * m->config.layers + layer) * PROJECTIONS + p;

@@ -20,9 +20,9 @@ struct engine {
     /* Opens the device, before anything is planned. */
     enum status (*open)(struct trainer *t);
 
-    /* Takes state, gradients and batch: where the model computes, and in memory of the host (on the CPU both are one
-     * arena). The same calls for measuring and for real. `release` frees what carve made beside the arenas; it may be
-     * called without it. */
+    /* Carves state, gradients and batch, from `arena` where the model computes and from `host` (on the CPU one arena).
+     * The same calls measure and take. `release` frees what carve made beside the arenas; it may be called without
+     * carve. */
     enum status (*carve)(struct trainer *t, struct arena *arena, struct arena *host);
     void (*release)(struct trainer *t);
     void (*close)(struct trainer *t);
