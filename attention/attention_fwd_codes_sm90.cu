@@ -54,8 +54,9 @@ __device__ __forceinline__ void accumulate(struct code_sums &sums, int first, co
     }
 }
 
-/* Adds P V of a block, which is given back; MEANWHILE runs under the products. SPLIT: in two products, so that the
- * first sums are taken on under the second: faster where scores are E4M3, slower where they are not. */
+/* Adds P V of a block, which is given back; MEANWHILE runs under the products. SPLIT: in two products:
+ * faster where scores are E4M3, slower where they are not. (Not because the first sums run under the second product:
+ * ptxas puts both waits side by side. Held apart they are slower.) */
 template <enum code_kind KIND, bool SPLIT, class MEANWHILE>
 __device__ __forceinline__ void add_values(struct code_sums &sums, const uint32_t (&p)[16], uint64_t v,
                                            const float (&factor)[2], uint32_t empty, const MEANWHILE &meanwhile)
