@@ -54,8 +54,9 @@ __device__ __forceinline__ void accumulate(struct code_sums &sums, int first, co
     }
 }
 
-/* Adds P V of a block and frees its stage; meanwhile() runs while the products are in flight. SPLIT: two products, so
- * that the first is accumulated while the second runs: faster with E4M3 scores, slower with BF16 ones. */
+/* Adds P V of a block and frees its stage; meanwhile() runs while the products are in flight. SPLIT: two products:
+ * faster with E4M3 scores, slower with BF16 ones. (Not because the first sums run under the second product: ptxas puts
+ * both waits side by side. Held apart they are slower.) */
 template <enum code_kind KIND, bool SPLIT, class MEANWHILE>
 __device__ __forceinline__ void add_values(struct code_sums &sums, const uint32_t (&p)[16], uint64_t v,
                                            const float (&factor)[2], uint32_t empty, const MEANWHILE &meanwhile)
