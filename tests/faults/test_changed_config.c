@@ -119,6 +119,7 @@ static void test_every_key_is_in_a_table(void **state)
 static void test_fixed_keys_are_refused_one_by_one(void **state)
 {
     struct program *p = *state;
+    EXITS(0, p, program_shell(p, "cp {}/good/config.toml {}/used.toml"));
     for (size_t i = 0; i < sizeof fixed / sizeof fixed[0]; i++) {
         char words[128];
         EXITS(1, p,
@@ -130,6 +131,7 @@ static void test_fixed_keys_are_refused_one_by_one(void **state)
     }
     /* Nothing of the run was touched. */
     assert_int_equal(metrics_rows(p, "good"), 4);
+    assert_same_file(p, "used.toml", "good/config.toml");
     EXITS(0, p, program_train(p, 1, "%s --run.out={}/good --run.steps=4", base));
     program_expect(p, "all 4 updates are made");
 }
