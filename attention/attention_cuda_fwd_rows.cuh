@@ -150,7 +150,7 @@ __device__ __forceinline__ float close_row(const fwd_call &f, row_state &row, in
     return sum == 0.0f ? 0.0f : __fmul_rn(sum, f.v_unit);
 }
 
-/* O of 16 rows leaves through the shared memory that held their Q, 16 bytes at a time. `row`: first row within the
+/* Stores O of 16 rows through the shared memory that held their Q, 16 bytes at a time. `row`: first row within the
  * block; room NULL: non-finite values are not counted. */
 template <int W>
 __device__ __forceinline__ void store_rows(const fwd_call &f, bf16 *out, char *tile, int row, int first_row,

@@ -100,8 +100,8 @@ static void report_start(const struct trainer *t)
         t->config->optim.clip > 0 ? "by the global norm" : "off");
 }
 
-/* Lock before anything is read or written; data and memory before the checkpoint, which is checked against both; the
- * old rows are cut last, once it is known where the run goes on. */
+/* Lock before anything is read or written; data and memory before the checkpoint, which is checked against both;
+ * config.toml and the rows change last, once it is known where the run goes on. */
 static enum status start(struct run *run, struct comm *comm, const struct device *device)
 {
     struct trainer *t = &run->trainer;
