@@ -3,14 +3,12 @@
 
 #include "core/clock.h"
 #include "core/library.h"
+#include "dist/patience.h"
 
 #include <cuda_runtime_api.h>
 #include <nccl.h>
-#include <sched.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 /* What we call of the library, by its own prototypes. */
 struct library {
@@ -69,10 +67,10 @@ static enum status too_late(struct comm_nccl *n, const char *what)
         what, n->comm->rank, n->comm->timeout_s);
 }
 
-/* Calls do not block: NCCL works on, and we look whether it is done, until the time-out. */
+/* Calls do not block: NCCL works on, and we look whether it is done, while patience lasts. */
 static enum status wait_ready(struct comm_nccl *n, const char *what)
 {
-    double start = clock_s();
+    struct patience patience = patience_begin(n->comm->timeout_s, clock_s());
     for (;;) {
         ncclResult_t state = ncclSuccess, code = n->library.async_error(n->ranks, &state);
         if (code != ncclSuccess || (state != ncclSuccess && state != ncclInProgress)) {
@@ -81,10 +79,10 @@ static enum status wait_ready(struct comm_nccl *n, const char *what)
         if (state == ncclSuccess) {
             return OK;
         }
-        if (clock_s() - start > n->comm->timeout_s) {
+        if (!patience_lasts(&patience, clock_s())) {
             return too_late(n, what);
         }
-        nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+        patience_rest(&patience);
     }
 }
 
@@ -173,14 +171,14 @@ void comm_nccl_sum(struct comm_nccl *n, void *data, enum dtype dtype, size_t ele
 
 enum status comm_nccl_wait(struct comm_nccl *n, const struct cuda *cuda, const char *what)
 {
-    double start = clock_s();
     if (n == NULL) {
         return cuda_sync(cuda, what);
     }
     if (n->lost) {
         return ERR_COMM; /* said already */
     }
-    for (long polls = 0;; polls++) {
+    struct patience patience = patience_begin(n->comm->timeout_s, clock_s());
+    for (;;) {
         if (n->failure != ncclSuccess) {
             return nccl_failed(n, what, n->failure);
         }
@@ -193,13 +191,9 @@ enum status comm_nccl_wait(struct comm_nccl *n, const struct cuda *cuda, const c
         if (code != ncclSuccess || (state != ncclSuccess && state != ncclInProgress)) {
             return nccl_failed(n, what, code != ncclSuccess ? code : state);
         }
-        if (clock_s() - start > n->comm->timeout_s) {
+        if (!patience_lasts(&patience, clock_s())) {
             return too_late(n, what);
         }
-        if (polls > 1000) {
-            nanosleep(&(struct timespec){.tv_nsec = 50000}, NULL);
-        } else {
-            sched_yield();
-        }
+        patience_rest(&patience);
     }
 }

@@ -1,7 +1,8 @@
 /* dist: sums of gradients between GPUs, by NCCL (loaded at run time). One rank, one GPU. Builds with CUDA only.
  *
  * The order of a sum is NCCL's: fixed for one number of ranks, machine and version, so that runs repeat. All ranks get
- * equal bits. A rank that is lost would block the others for ever: they wait here with the time-out of dist/comm.h. */
+ * equal bits. A rank that is lost would block the others for ever: they wait here with the time-out of dist/comm.h, in
+ * which time when the waiting process itself was stopped does not count either. */
 #pragma once
 
 #include "core/cuda.h"
