@@ -115,7 +115,7 @@ const struct config_key config_keys[] = {
     REAL("attention", "debug_leak", attention.debug_leak, "0", -1, 1, RESUME_FIXED,
          "a planted error, for controls: r is shifted so that each row's sum of dS changes by this fraction of its sum "
          "of |dS|. In this section so that arms may set it. Needs debug.allow"),
-    TEXT("attention", "variant", KEY_TEXT, attention_variant, "auto", RESUME_FREE,
+    TEXT("attention", "variant", KEY_TEXT, attention_variant, "auto", RESUME_NOTICE,
          "implementation: auto, cpu, cuda or sm90; one that cannot run is an error"),
 
     ENUM("linear", "attn", linear.attn, linear_format_names, "bf16", RESUME_FIXED,

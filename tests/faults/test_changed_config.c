@@ -72,7 +72,7 @@ static const char noticed[] =
     "--schedule.warmup=1 --schedule.kind=linear --schedule.final_fraction=0.2 --schedule.decay_fraction=0.3 "
     "--divergence.window=50 --divergence.loss_rise_suspect=0.6 --divergence.loss_rise_diverged=0.8 "
     "--divergence.norm_factor=9 --divergence.confirm=7 --divergence.partner_gap=0.7 --run.deterministic=any "
-    "--log.attention_every=2";
+    "--log.attention_every=2 --attention.variant=cpu";
 
 /* A run of 4 updates in low precision, so that every key of [attention] is in use. */
 static const char base[] = "configs/arms/nvfp4_mxfp4.toml";
