@@ -1,9 +1,9 @@
 /* attention: what the computing warpgroups of the FP8 backward on Hopper do with the elements of a tile: scores to P, P
- * and dP to dS; and long sums to the threads beside them. For attention_bwd_sm90_fp8.cu. */
+ * and dP to dS; and long sums to the threads beside them. For attention_bwd_sm90_fp8.cu; sums and constants
+ * also for attention_bwd_sm90_mxfp4.cu. */
 #pragma once
 
 #include "attention/attention_bwd_sm90_beside.cuh"
-#include "attention/attention_bwd_sm90_mxfp4.cuh"
 
 /* ---- elements ----------------------------------------------------------------------------------------------- */
 
@@ -51,7 +51,6 @@ static __device__ __forceinline__ void fp8_codes(const float (&x)[32], uint32_t 
 }
 
 /* Stored dS as A registers: represented P, as it was packed, times dP factor - r. */
-template <enum p_code CODE>
 static __device__ __forceinline__ void ds_codes(const float (&dp)[32], const uint32_t (&p)[8], const float2 (&r)[8],
                                                 float factor, uint32_t (&ds)[8])
 {
@@ -59,12 +58,7 @@ static __device__ __forceinline__ void ds_codes(const float (&dp)[32], const uin
     for (int i = 0; i < 8; i++) {
         const int j = packed_at(i), g = j >> 2;
         uint32_t low, high;
-        if (CODE == CODE_FP8) {
-            unpack_e4m3(p[i], low, high);
-        } else { /* E5M2 is the upper byte of FP16 */
-            low = bytes_by(p[i], 0, 0x1404);
-            high = bytes_by(p[i], 0, 0x3424);
-        }
+        unpack_e4m3(p[i], low, high);
         const float2 a = __half22float2(*reinterpret_cast<__half2 *>(&low));
         const float2 b = __half22float2(*reinterpret_cast<__half2 *>(&high));
         ds[i] = pack_e4m3(a.x * fmaf(dp[j], factor, -r[g].x), a.y * fmaf(dp[j + 1], factor, -r[g].y),

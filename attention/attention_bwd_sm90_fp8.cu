@@ -3,7 +3,6 @@
  * which attention_bwd_sm90_dq.cu makes dQ: a tile of dS is a quarter of the bytes that additions to a dQ in FP32 would
  * be, and all sums have one order. */
 #include "attention/attention_bwd_sm90_elements.cuh"
-#include "attention/attention_bwd_sm90_maps.cuh"
 
 extern "C" {
 #include "attention/attention_bwd_sm90.h"
@@ -15,13 +14,14 @@ extern "C" {
 /* S^T (64 keys x 64 queries). */
 template <bool QK8> static __device__ __forceinline__ void product_scores(float (&x)[32], uint64_t k, uint64_t q)
 {
+    typedef room<QK8, false> R;
 #pragma unroll
     for (int i = 0; i < (QK8 ? 4 : 8); i++) {
         if (QK8) {
             wgmma_e4m3<64>::ss(x, operand_advance(k, i * 32), operand_advance(q, i * 32), i > 0);
         } else {
-            wgmma_bf16<64>::ss<0, 0>(x, operand_advance(k, (i >> 2) * (room<QK8>::ROWS_K / 2) + (i & 3) * 32),
-                                     operand_advance(q, (i >> 2) * (room<QK8>::ROWS_Q / 2) + (i & 3) * 32), i > 0);
+            wgmma_bf16<64>::ss<0, 0>(x, operand_advance(k, (i >> 2) * (R::ROWS_K / 2) + (i & 3) * 32),
+                                     operand_advance(q, (i >> 2) * (R::ROWS_Q / 2) + (i & 3) * 32), i > 0);
         }
     }
     wgmma_commit();
@@ -41,17 +41,13 @@ template <bool E5M2> static __device__ __forceinline__ void product_dp(float (&x
     wgmma_commit();
 }
 
-/* sum (64 keys x 128) += x^T (64 keys x 64 queries, packed) times columns of b; which of the two is E5M2, if any. */
-enum product_kind { E4M3_BOTH, E5M2_LEFT, E5M2_RIGHT };
-
-template <enum product_kind KIND>
+/* sum (64 keys x 128) += x^T (64 keys x 64 queries, packed) times columns of b. */
+template <bool E5M2>
 static __device__ __forceinline__ void accumulate(float (&sum)[64], const uint32_t (&x)[8], uint64_t b)
 {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        if (KIND == E5M2_LEFT) {
-            wgmma_e5m2_e4m3<128>::rs(sum, x + 4 * i, operand_advance(b, i * 32), 1);
-        } else if (KIND == E5M2_RIGHT) {
+        if (E5M2) {
             wgmma_e4m3_e5m2<128>::rs(sum, x + 4 * i, operand_advance(b, i * 32), 1);
         } else {
             wgmma_e4m3<128>::rs(sum, x + 4 * i, operand_advance(b, i * 32), 1);
@@ -66,11 +62,11 @@ static __device__ __forceinline__ void accumulate(float (&sum)[64], const uint32
  * A tile: dP is made under the exponentials, dV and the scores of the next tile under dS; all products are complete
  * where the loop begins (ptxas puts them one after the other if accumulators are read while another group, begun before
  * the back edge, is in flight). */
-template <bool E5M2, enum p_code CODE, bool QK8>
+template <bool E5M2, bool QK8>
 static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const struct unit &u, const struct shared &s,
                                                int own)
 {
-    typedef room<QK8> R;
+    typedef room<QK8, false> R;
     const int wg = own >> 2, n = walk_length(p.b, u);
     const uint64_t k_rows = operand_at(s.base, R::AT_K) + wg * (8192 >> 4);
     const uint64_t v_rows = operand_at(s.base, R::AT_V) + wg * (8192 >> 4);
@@ -119,35 +115,27 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
         const bool loaded = mbarrier_test(barrier_at(s, LOADED + r.stage), r.parity);
         distances(x, rows, score_factor);
         read_statistics(rows, stats_at + stage * STATS_BYTES + BWD_QUERIES * 4);
-        if (CODE == CODE_FP8) {
-            fp8_codes(x, px);
-        } else if constexpr (CODE == CODE_AFFINE || CODE == CODE_SPACE) {
-            map_codes<CODE>(x, p.map, s.memory + R::AT_EXPONENTS + (i & 1) * 1024 + wg * 512, wg, px);
-        } else {
-            mxfp4_codes<CODE>(x, s.memory + R::AT_EXPONENTS + (i & 1) * 1024 + wg * 512, wg, px);
-        }
+        fp8_codes(x, px);
         if (i + 1 < n && !loaded) {
             mbarrier_wait(barrier_at(s, LOADED + r.stage), r.parity);
         }
         wgmma_pin(px);
         wgmma_pin(x);
         wgmma_fence();
-        accumulate<CODE != CODE_FP8 ? E5M2_LEFT
-                   : E5M2           ? E5M2_RIGHT
-                          : E4M3_BOTH>(dv, px, operand_64_at(s.base, R::AT_QUERIES + BWD8_ROW, stage, BWD8_QUERIES));
+        accumulate<E5M2>(dv, px, operand_64_at(s.base, R::AT_QUERIES + BWD8_ROW, stage, BWD8_QUERIES));
         /* After the last tile nobody looks at the scores. */
         product_scores<QK8>(x, k_rows, operand_at(s.base, R::AT_Q, r.stage, R::ROWS_Q));
         wgmma_wait<2>();
         wgmma_pin(y);
         /* px is read while dV's product may still read it too: PTX leaves any access open, the hardware only reads. */
-        ds_codes<CODE>(y, px, rows, dp_factor, dsx);
+        ds_codes(y, px, rows, dp_factor, dsx);
         const uint32_t buffer = (uint32_t)i % R::DS_BUFFERS;
         mbarrier_wait(barrier_at(s, SENT + buffer), ((uint32_t)i / R::DS_BUFFERS & 1) ^ 1);
         write_ds(s.base + R::AT_DS + buffer * BWD8_DS, own, dsx);
         wgmma_pin(dsx);
         wgmma_pin(y);
         wgmma_fence();
-        accumulate<E4M3_BOTH>(dk, dsx, operand_64_at(s.base, R::AT_QUERIES + 2 * BWD8_ROW, stage, BWD8_QUERIES));
+        accumulate<false>(dk, dsx, operand_64_at(s.base, R::AT_QUERIES + 2 * BWD8_ROW, stage, BWD8_QUERIES));
         fence_async_proxy();
         __syncwarp();
         if ((threadIdx.x & 31) == 0) {
@@ -167,8 +155,8 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
     if (n > FLUSH_TILES) {
         const float *sums = sums_of(p, u, wg);
         mbarrier_wait(barrier_at(s, SUMS_DONE + wg), 0);
-        add_sums(dk, sums, flushes_of(n));
-        add_sums(dv, sums + 2 * QUARTER, flushes_of(n) - 2);
+        add_sums(dk, sums, flushes_of<R>(n, wg));
+        add_sums(dv, sums + 2 * QUARTER, flushes_of<R>(n, wg) - 2);
     }
     named_barrier_sync(BARRIER_BOTH, 256); /* all products that read tiles are complete */
     const int key0 = u.block * BWD_KEYS + wg * 64, at = R::AT_QUERIES + wg * 32768;
@@ -180,27 +168,28 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
 }
 
 /* first: the launch's first unit; its units come together in unit_of's order. */
-template <bool E5M2, enum p_code CODE, bool QK8>
+template <bool E5M2, bool QK8>
 static __global__ void __launch_bounds__(BWD_THREADS, 1)
-    bwd_fp8_kernel(const struct bwd8_plan p, const __grid_constant__ struct bwd8_maps maps, int first)
+    bwd_fp8_kernel(const struct bwd8_plan p, int first, const __grid_constant__ struct bwd8_maps maps)
 {
+    typedef room<QK8, false> R;
     extern __shared__ char raw[];
-    const struct shared s = shared8_open<QK8>(raw);
+    const struct shared s = shared8_open<R>(raw);
     const struct unit u = unit_of(p.b, first * p.b.blocks + blockIdx.x, false);
     if (threadIdx.x < 128) {
         registers_lower<24>();
         if (threadIdx.x == 0) {
-            load<QK8>(p, u, maps, s);
+            load<R>(p, u, maps, s);
         } else if (threadIdx.x == 32) {
-            send_ds<QK8>(p, u, s, first);
+            send_ds<R>(p, u, s, first);
         } else if (threadIdx.x == 64 || threadIdx.x == 96) {
-            move_sums<QK8>(p, u, s, threadIdx.x / 32 - 2);
+            move_sums<R>(p, u, s, threadIdx.x / 32 - 2);
         }
     } else {
         registers_raise<240>();
         /* The warp's number as a maximum over the warp, which the compiler keeps in a uniform register:
          * descriptors are then made there, and not moved over one by one. */
-        compute<E5M2, CODE, QK8>(p, u, s, (int)__reduce_max_sync(0xffffffffu, threadIdx.x / 32) - 4);
+        compute<E5M2, QK8>(p, u, s, (int)__reduce_max_sync(0xffffffffu, threadIdx.x / 32) - 4);
     }
 }
 
@@ -217,6 +206,7 @@ static struct bwd_rules rules_of(const struct attention_recipe *recipe)
     r.view_fixed = recipe->qk_grad == QK_GRAD_LIFT && recipe->ds_scale == DS_SCALE_FIXED;
     r.value_e4m3 = recipe->bwd_v == BWD_V_E4M3;
     r.score_e4m3 = recipe->qk == QK_NVFP4_E4M3;
+    r.query_rows = r.codes && recipe->pv == PV_MXFP4;
     r.value_unit = r.value_e4m3 ? 1.0f : attention_unit(recipe);
     return r;
 }
@@ -297,8 +287,7 @@ struct bwd8_plan bwd8_plan_of(const struct bwd_plan &base, const struct attentio
     /* Codes reach 2 in P: 448 is the end. */
     const float unit = recipe->bwd_p == BWD_P_CODES ? attention_unit(recipe) : 1.0f;
     p.rules = rules_of(recipe);
-    p.map = map_of(recipe);
-    p.shift = recipe->bwd_p != BWD_P_CODES ? 8.0f : recipe->pv == PV_MXFP4 ? (float)MXFP4_SHIFT : 7.0f;
+    p.shift = p.rules.query_rows ? 0.0f : p.rules.codes ? 7.0f : 8.0f;
     p.ds_factor = exp2f(-p.shift) / unit;
     p.dv_factor = exp2f(-p.shift) / unit;
     p.together = units_together(base);
@@ -308,37 +297,13 @@ struct bwd8_plan bwd8_plan_of(const struct bwd_plan &base, const struct attentio
     return p;
 }
 
-template <bool E5M2, enum p_code CODE, bool QK8>
-static void launch(const struct attention_bwd *a, const struct bwd8_plan &p, const struct bwd8_maps &m)
+template <bool E5M2>
+static void launch(const struct attention_bwd *a, const struct bwd8_plan &p, const struct bwd8_maps &maps)
 {
-    cudaFuncSetAttribute(bwd_fp8_kernel<E5M2, CODE, QK8>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                         room<QK8>::BYTES);
-    for (int first = 0; first < p.b.units; first += p.together) {
-        const int units = p.b.units - first < p.together ? p.b.units - first : p.together;
-        bwd_fp8_kernel<E5M2, CODE, QK8>
-            <<<units * p.b.blocks, BWD_THREADS, room<QK8>::BYTES, a->cuda->stream>>>(p, m, first);
-        cuda_launched(a->cuda, "attention backward, FP8, sm90");
-        bwd8_dq(a->cuda, p, a->dq, first, units);
-    }
-}
-
-template <bool QK8>
-static void launch_score(const struct attention_bwd *a, const struct bwd8_plan &p, const struct bwd8_maps &m)
-{
-    if (a->recipe->pv == PV_MXFP4 && p.rules.codes) {
-        if (a->recipe->p_map == P_AFFINE) {
-            launch<false, CODE_AFFINE, QK8>(a, p, m);
-        } else if (a->recipe->p_map == P_CODE_SPACE) {
-            launch<false, CODE_SPACE, QK8>(a, p, m);
-        } else if (a->recipe->mx_rule == MX_NEAREST) {
-            launch<false, CODE_NEAREST, QK8>(a, p, m);
-        } else {
-            launch<false, CODE_OCP, QK8>(a, p, m);
-        }
-    } else if (p.rules.dout_e5m2) {
-        launch<true, CODE_FP8, QK8>(a, p, m);
+    if (p.rules.score_e4m3) {
+        bwd8_launch(a, p, room<true, false>::BYTES, bwd_fp8_kernel<E5M2, true>, maps);
     } else {
-        launch<false, CODE_FP8, QK8>(a, p, m);
+        bwd8_launch(a, p, room<false, false>::BYTES, bwd_fp8_kernel<E5M2, false>, maps);
     }
 }
 
@@ -362,16 +327,21 @@ void bwd8_run(const struct attention_bwd *a, struct bwd8_plan p)
     in.lse = a->lse_log2;
     in.amax = lift ? NULL : a->amax; /* of what the views are made from */
     bwd8_publish(a->cuda, p, in);
-    struct bwd8_maps m;
+    struct bwd8_maps m = {};
     if (p.rules.score_e4m3) {
         p.q_inverse = saved.q_inverse;
         p.k_inverse = saved.k_inverse;
         m.q = codes_map(a->cuda, saved.q8, T, shape->heads, shape->batch, BWD_QUERIES);
         m.k = codes_map(a->cuda, saved.k8, T, shape->kv_heads, shape->batch, BWD_KEYS);
-        launch_score<true>(a, p, m);
     } else {
         m.q = head_map(a->cuda, &q, T, shape->heads, shape->batch, BWD_QUERIES);
         m.k = head_map(a->cuda, &k, T, shape->kv_heads, shape->batch, BWD_KEYS);
-        launch_score<false>(a, p, m);
+    }
+    if (p.rules.query_rows) {
+        bwd8_mxfp4(a, p, m.q, p.rules.score_e4m3 ? (const void *)saved.k8 : saved.operands.k);
+    } else if (p.rules.dout_e5m2) {
+        launch<true>(a, p, m);
+    } else {
+        launch<false>(a, p, m);
     }
 }

@@ -8,6 +8,8 @@
  *                                K col 128 x 128 E4M3, keys of each 16 in order pi2, SWIZZLE_128B
  *   dS (launch's query head, pair of tiles, block of keys, tile): 64 queries x 128 keys E4M3, keys of each 16 in order
  *                                pi2, SWIZZLE_128B
+ * Where rules.query_rows: dO col and Q col in order pi2, V row with BLOCKED keys (blocked_key in
+ * attention_bwd_sm90.cuh), K col and dS in natural order.
  * pi1 = 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15: two accumulator groups of S^T, packed, are an A register of the next
  * product. pi2 = 0 8 1 9 2 10 .. 7 15: two packed registers, rows g and g + 8, are an element of a transposing
  * stmatrix. Rows beyond the sequence are zero. */
@@ -49,19 +51,13 @@ struct bwd_rules {
     bool view_fixed;  /* gradient views of Q and K times 4 */
     bool value_e4m3;  /* V = E4M3(4 v), or a smaller lift where 4 |v| > 448; else v is represented already */
     bool score_e4m3;  /* qk = nvfp4_e4m3: scores are an FP8 product too */
+    bool query_rows;  /* codes of MXFP4: rows of accumulators are queries (attention_bwd_sm90_mxfp4.cu) */
     float value_unit; /* v holds that many times V */
-};
-
-/* From d = c s - floor(LSE2) to codes, where p_map is affine or code_space (attention_bwd_sm90_maps.cuh): a block's
- * field E + 29 is floor(max d + whole) - 1507; the line is slope d + (step 2^-24 field + offset). */
-struct bwd_map {
-    float whole, slope, step, offset;
 };
 
 struct bwd8_plan {
     struct bwd_plan b;
     struct bwd_rules rules;
-    struct bwd_map map;
     float shift; /* codes of P are 2^shift P; times ds_factor, dv_factor they are the P in dS, in dV */
     float ds_factor, dv_factor;
     struct bwd_facts *facts; /* of each (b, kv head) */
@@ -121,6 +117,10 @@ struct bwd8_plan bwd8_plan_of(const struct bwd_plan &base, const struct attentio
 void bwd8_run(const struct attention_bwd *a, struct bwd8_plan p);
 extern "C" const char *attention_bwd_fp8_refuses_sm90(const struct attention_shape *shape,
                                                       const struct attention_recipe *recipe);
+
+/* dK, dV and dS where rules.query_rows (attention_bwd_sm90_mxfp4.cu), and dQ. q: the map of rows of Q; k: rows of K
+ * (B, Hkv, T, 128) for scores, E4M3 or BF16. */
+void bwd8_mxfp4(const struct attention_bwd *a, const struct bwd8_plan &p, const CUtensorMap &q, const void *k);
 
 /* dQ of `units` units from `first` on, from their dS (attention_bwd_sm90_dq.cu). */
 void bwd8_dq(const struct cuda *on, const struct bwd8_plan &p, const struct head_view &dq, int first, int units);

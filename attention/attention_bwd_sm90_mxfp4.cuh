@@ -1,81 +1,129 @@
-/* attention: MXFP4 probabilities in the Hopper backward (docs/numerics.md, section 5 step 3), from transposed scores: a
- * block of 32 keys is the rows of two warps. For attention_bwd_sm90_fp8.cu.
+/* attention: MXFP4 probabilities in the Hopper backward (docs/numerics.md, section 5 step 3), from scores to
+ * represented P, and from P and dP to dS. For attention_bwd_sm90_mxfp4.cu.
  *
- * v = 2^(t - n) of all scores comes first, which needs no maximum, so that exponentials run while warps wait for each
- * other. A block's exponent E is then a matter of upper bits: BF16 codes of positive numbers are ordered like integers,
- * two queries fit a register, and floor(log2 v + 1 - log2 1.5) is the exponent of v rounded at a mantissa of 1.5. Codes
- * are made from y 2^-14, y = 6 v 2^-E (OCP: v 2^-E), as in the forward: truncated to FP16, whose least normal number is
- * 2^-14, E2M1 codes are the upper bits, rounded. */
+ * Rows of accumulators are queries: a thread has queries g and g + 8 of its warp's 16 and, as keys are BLOCKED, 16
+ * neighbouring keys, half of a block of 32; lanes 2 i and 2 i + 1 have the block. d[4 j + 2 h + e] is query g + 8 h,
+ * key 2 j + e of the 16. So a block's exponent is two numbers a thread, which it knows before it makes codes.
+ *
+ * As in the forward, codes come from y 2^-14, y = 6 2^(t - E) (OCP: 2^(t - E)) or a line's value: truncated to FP16,
+ * whose least normal number is 2^-14, E2M1 codes are the upper bits, rounded. Times 2^(E - n + 14) they are represented
+ * P relative to n = floor(LSE2), exact down to 2^-24. The product dV takes the upper byte, which is E5M2. */
 #pragma once
 
-#include "attention/attention_bwd_sm90_fp8.cuh"
+#include "attention/attention_bwd_sm90_elements.cuh"
+#include "attention/direct_p_sm90.cuh"
 
-/* How P is represented: FP8, or MXFP4 of the amplitude family (nearest exponent) or OCP's; or of either by a line
- * (attention_bwd_sm90_maps.cuh). */
-enum p_code { CODE_FP8, CODE_NEAREST, CODE_OCP, CODE_AFFINE, CODE_SPACE };
+/* How codes are made from scores. */
+enum p_code { CODE_EXACT, CODE_AFFINE, CODE_SPACE };
 
-/* A code stands for q 2^E, and P is rebuilt without a lift: E <= 1, and what the operand in E5M2 can hold of it (down
- * to 2^-16) and FP16 (2^-24) is more than E4M3 would. Blocks below E = -23 are coded as if E were that. */
-enum { MXFP4_SHIFT = 0 };
+/* Of the recipe. */
+struct mx_line {
+    float bias;          /* E = floor(max + bias): 1 - log2 1.5, to the nearest power of two; OCP: -2 */
+    float amplitude;     /* added to t - E: log2 6, OCP 0; exact: and what makes 2^-14 of it */
+    float slope, offset; /* of lines */
+    uint32_t half_step;  /* a pair of halves of E2M1's step, in FP16's bits, where ptxas does not know it */
+};
 
-/* Two exponents, each as (29 + E) << 7, from the upper halves of the blocks' largest v. */
-template <enum p_code CODE> static __device__ __forceinline__ uint32_t block_exponents_of(uint32_t largest)
+/* floor by the rounding of one addition, for magnitudes below 2^22. */
+#define WHOLE 0x1.8p23f
+
+/* Blocks with E - n below -23, of which the operand in E5M2 holds nothing, are coded as if it were that; above 1 is
+ * only an LSE2 that does not belong to the scores. */
+#define LEAST_EXPONENT -23.0f
+#define LARGEST_EXPONENT 1.0f
+
+/* ---- a block's exponent ------------------------------------------------------------------------------------ */
+
+/* Reduces the scores of query h in a block, as integers, three at a time. */
+template <int (*REDUCE)(int, int, int)> static __device__ __forceinline__ int reduced(const float (&s)[32], int h)
 {
-    const uint32_t offset = CODE == CODE_NEAREST ? 0x0040u - (98u << 7) : 0u - (100u << 7);
-    const uint32_t moved = __viaddmax_s16x2(largest, (offset & 0xffffu) * 0x10001u, (6u << 7) * 0x10001u);
-    return __vmins2(moved & 0xff80ff80u,
-                    (30u << 7) * 0x10001u); /* more only where LSE2 does not belong to the scores */
-}
-
-/* One step of a maximum over lanes that also halves what a lane holds: lanes with the bit set keep the upper half. */
-template <int N> static __device__ __forceinline__ void halve(uint32_t (&e)[8], int bit)
-{
-    const bool upper = (threadIdx.x & bit) != 0;
+    int x[16], chain[2];
 #pragma unroll
-    for (int i = 0; i < N; i++) {
-        const uint32_t mine = upper ? e[i + N] : e[i], other = upper ? e[i] : e[i + N];
-        e[i] = __vmaxs2(mine, __shfl_xor_sync(0xffffffffu, other, bit));
+    for (int i = 0; i < 16; i++) {
+        x[i] = __float_as_int(s[i / 2 * 4 + 2 * h + i % 2]);
     }
-}
-
-/* The largest of the warp's 16 keys, of words e of all lanes: of group j = g in lane 4 g + c. */
-static __device__ __forceinline__ uint32_t warp_largest(uint32_t (&e)[8])
-{
-    halve<4>(e, 16);
-    halve<2>(e, 8);
-    halve<1>(e, 4);
-    return e[0];
-}
-
-/* The larger ones of the warp's words (as warp_largest gives them, positive) and those of the warp that has the other
- * half of the blocks, for this thread's 16 queries, two a register; `shared`: 128 bytes of each warp. */
-static __device__ __forceinline__ void pair_largest(uint32_t word, char *shared, int wg, uint32_t (&e)[8])
-{
-    const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
-    uint32_t *words = reinterpret_cast<uint32_t *>(shared);
-    words[warp * 32 + (lane & 3) * 8 + (lane >> 2)] = word;
-    named_barrier_sync(BARRIER_PAIR + 2 * wg + (warp >> 1), 64);
-    const uint4 *pair = reinterpret_cast<const uint4 *>(words + (warp & 2) * 32 + (lane & 3) * 8);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const uint4 a = pair[i], b = pair[i + 8];
-        e[4 * i] = __vmaxs2(a.x, b.x);
-        e[4 * i + 1] = __vmaxs2(a.y, b.y);
-        e[4 * i + 2] = __vmaxs2(a.z, b.z);
-        e[4 * i + 3] = __vmaxs2(a.w, b.w);
+        chain[i] = REDUCE(x[8 * i], x[8 * i + 1], x[8 * i + 2]);
+        chain[i] = REDUCE(chain[i], x[8 * i + 3], x[8 * i + 4]);
+        chain[i] = REDUCE(chain[i], x[8 * i + 5], x[8 * i + 6]);
     }
+    chain[0] = REDUCE(chain[0], x[7], x[15]);
+    return REDUCE(chain[0], chain[1], __shfl_xor_sync(0xffffffffu, REDUCE(chain[0], chain[1], chain[1]), 1));
 }
 
-/* Exponents of blocks of 32 keys (the rows of two warps). v: not negative. */
-template <enum p_code CODE>
-static __device__ __forceinline__ void block_exponents(const float (&v)[32], char *shared, int wg, uint32_t (&e)[8])
+static __device__ __forceinline__ int max3(int a, int b, int c)
 {
+    return __vimax3_s32(a, b, c);
+}
+
+static __device__ __forceinline__ int min3(int a, int b, int c)
+{
+    return __vimin3_s32(a, b, c);
+}
+
+/* The largest scores of a thread's two blocks. Floats are ordered like integers unless both are negative, where the
+ * order is the other way round. */
+static __device__ __forceinline__ void largest_scores(const float (&s)[32], float (&largest)[2])
+{
+    int most[2] = {reduced<max3>(s, 0), reduced<max3>(s, 1)};
+    if (!__all_sync(0xffffffffu, min(most[0], most[1]) >= 0)) {
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-        e[j] = bytes_by(__float_as_uint(fmaxf(v[4 * j], v[4 * j + 2])),
-                        __float_as_uint(fmaxf(v[4 * j + 1], v[4 * j + 3])), 0x7632);
+        for (int h = 0; h < 2; h++) {
+            const int least = reduced<min3>(s, h);
+            most[h] = most[h] < 0 ? least : most[h];
+        }
     }
-    pair_largest(block_exponents_of<CODE>(warp_largest(e)), shared, wg, e);
+    largest[0] = __int_as_float(most[0]);
+    largest[1] = __int_as_float(most[1]);
+}
+
+/* What a thread makes codes of its two queries with: what is added to their scores, and a pair of 2^(E - n + 14). */
+struct mx_scales {
+    float offset[2];
+    uint32_t scale;
+};
+
+/* n: the queries' first statistic. */
+template <enum p_code CODE>
+static __device__ __forceinline__ struct mx_scales mx_scales_of(const float (&s)[32], float c, const float (&n)[2],
+                                                                const struct mx_line &line)
+{
+    struct mx_scales y;
+    float largest[2];
+    uint32_t bits[2];
+    largest_scores(s, largest);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const float whole = __fadd_rd(fmaf(largest[h], c, line.bias), WHOLE) - n[h];
+        const float e = fminf(fmaxf(whole, WHOLE + LEAST_EXPONENT), WHOLE + LARGEST_EXPONENT);
+        y.offset[h] = line.amplitude - ((e - WHOLE) + n[h]);
+        if (CODE != CODE_EXACT) {
+            y.offset[h] = fmaf(line.slope, y.offset[h], line.offset);
+        }
+        bits[h] = __float_as_uint(e);
+    }
+    /* FP16's exponent field of 2^(e + 14) is e + 29; WHOLE leaves 32 bits. */
+    y.scale = bits[0] * 1024u + (bits[1] * (1u << 26) + ((29u << 10) + (29u << 26)));
+    return y;
+}
+
+/* ---- codes ------------------------------------------------------------------------------------------------- */
+
+/* Two codes of one key, as FP16: E2M1 codes times 2^9, which is E2M1 values times 2^-14. */
+template <enum p_code CODE>
+static __device__ __forceinline__ uint32_t codes_of_pair(float y0, float y1, const struct mx_line &line)
+{
+    if (CODE == CODE_EXACT) {
+        const uint32_t y = pack_f16_down(exp2_fast(y0), exp2_fast(y1));
+        return __viaddmin_u16x2(y, line.half_step, 0x0fff0fffu) & 0xfe00fe00u;
+    }
+    if (CODE == CODE_AFFINE) {
+        /* Rounded by half a step (exact ties go up); below 7, so that no code is passed over. */
+        return (pack_f16_positive(y0, y1) + line.half_step) & 0xfe00fe00u;
+    }
+    const uint32_t whole = pack_f16_down(code_space_whole(y0), code_space_whole(y1));
+    return __viaddmin_s16x2(whole, ((0 - HALF_1536) & 0xffff) * 0x10001u, 7 * 0x10001u) << 9;
 }
 
 static __device__ __forceinline__ uint32_t multiply_halves(uint32_t a, uint32_t b)
@@ -85,36 +133,77 @@ static __device__ __forceinline__ uint32_t multiply_halves(uint32_t a, uint32_t 
     return y;
 }
 
-/* Pairs of y 2^-14, y in [0, 10), to E2M1(y) 2^-14 times the powers of two of `scale`, exactly; all FP16. */
-static __device__ __forceinline__ uint32_t e2m1_halves(float y0, float y1, uint32_t scale)
+/* Represented P (times 6 for the amplitude family) in FP16: p[2 j + e] is key 2 j + e of both queries. */
+template <enum p_code CODE>
+static __device__ __forceinline__ void mx_codes(const float (&s)[32], float c, const struct mx_scales &k,
+                                                const struct mx_line &line, uint32_t (&p)[16])
 {
-    return multiply_halves(__viaddmin_u16x2(pack_f16_down(y0, y1), 0x01000100u, 0x0fff0fffu) & 0xfe00fe00u, scale);
+    const float slope = CODE == CODE_EXACT ? c : line.slope * c;
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        const int j = i / 2 * 4 + i % 2;
+        p[i] = multiply_halves(
+            codes_of_pair<CODE>(fmaf(s[j], slope, k.offset[0]), fmaf(s[j + 2], slope, k.offset[1]), line), k.scale);
+    }
 }
 
-/* Represented P times 2^MXFP4_SHIFT (and 6 for the amplitude family) as A registers in E5M2, from base-2 scores less
- * the row's statistic (masked ones -Inf), which are used up. */
-template <enum p_code CODE>
-static __device__ __forceinline__ void mxfp4_codes(float (&x)[32], char *shared, int wg, uint32_t (&codes)[8])
+/* Stored dS: byte 2 e + h of word j is query g + 8 h, key 2 j + e. */
+static __device__ __forceinline__ void mx_ds(const float (&dp)[32], const uint32_t (&p)[16], const float (&r)[2],
+                                             float factor, uint32_t (&ds)[8])
 {
-    uint32_t e[8], halves[16];
-#pragma unroll
-    for (int j = 0; j < 32; j++) {
-        x[j] = exp2_fast(x[j]);
-    }
-    block_exponents<CODE>(x, shared, wg, e);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        /* 6 2^(-E - 14) = 1.5 2^(-E - 12), or 2^(-E - 14); and 2^(E + 14) in FP16. */
-        const uint32_t one = CODE == CODE_NEAREST ? (144u << 23) + 0x400000u : 142u << 23;
-        const float low = __uint_as_float(one - (e[j] << 16)), high = __uint_as_float(one - (e[j] & 0xffff0000u));
+        const float *y = dp + 4 * j;
+        const float2 a = __half22float2(*reinterpret_cast<const __half2 *>(p + 2 * j));
+        const float2 b = __half22float2(*reinterpret_cast<const __half2 *>(p + 2 * j + 1));
+        ds[j] = pack_e4m3(a.x * fmaf(y[0], factor, -r[0]), a.y * fmaf(y[2], factor, -r[1]),
+                          b.x * fmaf(y[1], factor, -r[0]), b.y * fmaf(y[3], factor, -r[1]));
+    }
+}
+
+/* ---- to shared memory -------------------------------------------------------------------------------------- */
+
+/* The warp's chunk of 64 keys x 64 queries in SWIZZLE_64B, queries in order pi2; words as mx_ds makes them. stmatrix
+ * lane l gives the address of row l, and of row l + 32. */
+static __device__ __forceinline__ void write_transposed(uint32_t to, int warp, const uint32_t (&x)[8])
+{
+    const int lane = threadIdx.x & 31;
+    to += lane * 64 + ((warp ^ (lane >> 1 & 3)) << 4);
+    stmatrix_x4_transposed(to, x[0], x[1], x[2], x[3]);
+    stmatrix_x4_transposed(to + 32 * 64, x[4], x[5], x[6], x[7]);
+}
+
+/* The same words as 16 keys of row g, at `to`, and of row g + 8, in natural order. */
+static __device__ __forceinline__ void write_rows(uint32_t to, const uint32_t (&x)[8])
+{
+    store_shared(to, bytes_by(x[0], x[1], 0x6420), bytes_by(x[2], x[3], 0x6420), bytes_by(x[4], x[5], 0x6420),
+                 bytes_by(x[6], x[7], 0x6420));
+    store_shared(to + 8 * 128, bytes_by(x[0], x[1], 0x7531), bytes_by(x[2], x[3], 0x7531), bytes_by(x[4], x[5], 0x7531),
+                 bytes_by(x[6], x[7], 0x7531));
+}
+
+/* ---- masks ------------------------------------------------------------------------------------------------- */
+
+/* Masked scores become -Inf; key, query: this thread's first. */
+static __device__ __forceinline__ void mask_rows(const struct bwd_plan &p, int key, int query, float (&x)[32])
+{
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            halves[2 * j + h] = e2m1_halves(x[4 * j + 2 * h] * low, x[4 * j + 2 * h + 1] * high, e[j] << 3);
+    for (int h = 0; h < 2; h++) {
+        const int last = (p.causal ? query + 8 * h : p.tokens - 1) - key;
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            float &s = x[i / 2 * 4 + 2 * h + i % 2];
+            s = i <= last ? s : -INFINITY;
         }
     }
-#pragma unroll
-    for (int i = 0; i < 8; i++) { /* the upper byte of FP16 is E5M2 */
-        const int j = 4 * (i >> 2) + 2 * ((i >> 1) & 1), h = i & 1;
-        codes[i] = bytes_by(halves[2 * j + h], halves[2 * j + 2 + h], 0x7531);
-    }
+}
+
+/* ---- host -------------------------------------------------------------------------------------------------- */
+
+static struct mx_line mx_line_of(const struct attention_recipe *recipe)
+{
+    const struct direct_line line = direct_line_of(recipe);
+    const bool direct = recipe->p_map == P_AFFINE || recipe->p_map == P_CODE_SPACE;
+    return {recipe->mx_rule == MX_NEAREST ? 1.0f - 0x1.2b8034p-1f : -2.0f,
+            amplitude_of(recipe) - (direct ? 0.0f : 14.0f), line.slope, line.offset, 0x01000100u};
 }

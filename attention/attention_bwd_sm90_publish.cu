@@ -43,6 +43,8 @@ static __device__ __forceinline__ uint2 only_if(bool yes, uint2 x)
 
 /* Codes of a tile in shared memory, row by row. Padding behind each 16 rows (a chunk of a column) spreads the chunks
  * that lanes read together over the banks: 4 chunks and 8 words of 64 rows, 8 chunks and 4 words of 128. */
+enum row_order { NATURAL, PI1, PI2 };
+
 template <int ROWS> struct code_tile {
     static constexpr int CHUNKS = ROWS / 16, CHUNK = 16 * BWD_FEATURES + 128 / CHUNKS;
     static constexpr int BYTES = CHUNKS * CHUNK;
@@ -53,16 +55,19 @@ template <int ROWS> struct code_tile {
         *reinterpret_cast<uint2 *>(codes + at) = x;
     }
 
-    /* 16 rows of 4 features (word `word` of a row), as 4 columns: rows in order pi1, or pi2. */
-    static __device__ __forceinline__ void columns(const uint8_t *codes, int chunk, int word, bool pi2, uint4 (&y)[4])
+    /* 16 rows of 4 features (word `word` of a row), as 4 columns. */
+    template <enum row_order ORDER>
+    static __device__ __forceinline__ void columns(const uint8_t *codes, int chunk, int word, uint4 (&y)[4])
     {
         const uint32_t *from = reinterpret_cast<const uint32_t *>(codes + chunk * CHUNK) + word;
         uint32_t w[4][4];
 #pragma unroll
         for (int c = 0; c < 4; c++) {
-            const int second = pi2 ? 8 : 1, third = pi2 ? 1 : 8;
-            const uint32_t a = from[(2 * c) * (BWD_FEATURES / 4)], b = from[(2 * c + second) * (BWD_FEATURES / 4)];
-            const uint32_t d = from[(2 * c + third) * (BWD_FEATURES / 4)], e = from[(2 * c + 9) * (BWD_FEATURES / 4)];
+            const int first = (ORDER == NATURAL ? 4 : 2) * c, second = first + (ORDER == PI2 ? 8 : 1);
+            const int third = first + (ORDER == NATURAL ? 2 : ORDER == PI2 ? 1 : 8);
+            const int last = first + (ORDER == NATURAL ? 3 : 9);
+            const uint32_t a = from[first * (BWD_FEATURES / 4)], b = from[second * (BWD_FEATURES / 4)];
+            const uint32_t d = from[third * (BWD_FEATURES / 4)], e = from[last * (BWD_FEATURES / 4)];
             const uint32_t ab = bytes_by(a, b, 0x5140), de = bytes_by(d, e, 0x5140);
             const uint32_t ab_high = bytes_by(a, b, 0x7362), de_high = bytes_by(d, e, 0x7362);
             w[0][c] = bytes_by(ab, de, 0x5410);
@@ -82,14 +87,16 @@ typedef code_tile<BWD_KEYS> key_codes;
 
 enum { CODE_BYTES = 2 * query_codes::BYTES > key_codes::BYTES ? 2 * query_codes::BYTES : key_codes::BYTES };
 
-/* 128 rows of x, times lift, as E4M3 in SWIZZLE_128B. */
+/* 128 rows of x, times lift, as E4M3 in SWIZZLE_128B. BLOCKED: to where blocked_key has them. */
+template <bool BLOCKED>
 static __device__ __forceinline__ void put_rows(const uint4 (&x)[BWD_KEYS / PUBLISH_ROWS], float lift, int left,
                                                 uint8_t *to)
 {
 #pragma unroll
     for (int i = 0; i < BWD_KEYS / PUBLISH_ROWS; i++) {
         const int row = i * PUBLISH_ROWS + threadIdx.x / 16;
-        __stcs(reinterpret_cast<uint2 *>(to + swizzle_128(row, (threadIdx.x & 15) * 8)),
+        const int place = BLOCKED ? (row & 65) | (row & 14) << 2 | (row >> 3 & 6) : row;
+        __stcs(reinterpret_cast<uint2 *>(to + swizzle_128(place, (threadIdx.x & 15) * 8)),
                only_if(row < left, encode8(x[i], lift)));
     }
 }
@@ -129,6 +136,7 @@ static __device__ __forceinline__ void start_rows(const struct bwd8_plan &p, con
 }
 
 /* Block: one tile of queries of one head. */
+template <bool QUERY_ROWS>
 static __device__ __forceinline__ void publish_queries(const struct bwd8_plan &p, const struct bwd8_inputs &in,
                                                        int unit, int head, int tile, uint8_t *codes)
 {
@@ -164,7 +172,7 @@ static __device__ __forceinline__ void publish_queries(const struct bwd8_plan &p
     __syncthreads();
     const int view = threadIdx.x / 128, word = threadIdx.x / 4 % 32, chunk = threadIdx.x & 3;
     uint4 y[4];
-    query_codes::columns(codes + view * query_codes::BYTES, chunk, word, false, y);
+    query_codes::columns<QUERY_ROWS ? PI2 : PI1>(codes + view * query_codes::BYTES, chunk, word, y);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         __stcs(reinterpret_cast<uint4 *>(to + (1 + view) * BWD8_ROW + swizzle_64(4 * word + i, chunk * 16)), y[i]);
@@ -172,6 +180,7 @@ static __device__ __forceinline__ void publish_queries(const struct bwd8_plan &p
 }
 
 /* Block: 128 keys of one kv head. */
+template <bool QUERY_ROWS>
 static __device__ __forceinline__ void publish_keys(const struct bwd8_plan &p, const struct bwd8_inputs &in, int unit,
                                                     int block, uint8_t *codes)
 {
@@ -188,11 +197,11 @@ static __device__ __forceinline__ void publish_keys(const struct bwd8_plan &p, c
         key_codes::put(codes, row, only_if(row < left, encode8(x[i], l.k)));
     }
     load_rows<BWD_KEYS / PUBLISH_ROWS>(x, in.v, batch, kv, first, T, true);
-    put_rows(x, l.v, left, to);
+    put_rows<QUERY_ROWS>(x, l.v, left, to);
     __syncthreads();
     const int word = threadIdx.x / 8, chunk = threadIdx.x & 7;
     uint4 y[4];
-    key_codes::columns(codes, chunk, word, true, y);
+    key_codes::columns<QUERY_ROWS ? NATURAL : PI2>(codes, chunk, word, y);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         __stcs(reinterpret_cast<uint4 *>(to + BWD8_KEYS / 2 + swizzle_128(4 * word + i, chunk * 16)), y[i]);
@@ -213,6 +222,7 @@ static __device__ __forceinline__ int number_of_block(const struct bwd8_plan &p)
 }
 
 /* A head is published from its end backwards: its last tokens are still in the L2 cache. */
+template <bool QUERY_ROWS>
 static __global__ void __launch_bounds__(PUBLISH_THREADS, 3)
     publish_kernel(const struct bwd8_plan p, const struct bwd8_inputs in, const struct publish_order o)
 {
@@ -224,9 +234,9 @@ static __global__ void __launch_bounds__(PUBLISH_THREADS, 3)
     } else if (place.publishes < 0) {
         return;
     } else if (n < group * p.b.tiles) {
-        publish_queries(p, in, place.unit, place.unit % p.b.kv_heads * group + n % group, n / group, codes);
+        publish_queries<QUERY_ROWS>(p, in, place.unit, place.unit % p.b.kv_heads * group + n % group, n / group, codes);
     } else {
-        publish_keys(p, in, place.unit, n - group * p.b.tiles, codes);
+        publish_keys<QUERY_ROWS>(p, in, place.unit, n - group * p.b.tiles, codes);
     }
 }
 
@@ -235,6 +245,7 @@ void bwd8_publish(const struct cuda *on, const struct bwd8_plan &p, const struct
     const struct publish_order o =
         publish_order_of(p.b.units, fact_blocks(p.b.tokens), p.b.heads / p.b.kv_heads * p.b.tiles + p.b.blocks);
     cudaMemsetAsync(p.facts, 0, (size_t)p.b.units * sizeof *p.facts, on->stream);
-    publish_kernel<<<publish_blocks(&o), PUBLISH_THREADS, 0, on->stream>>>(p, in, o);
+    const auto kernel = p.rules.query_rows ? publish_kernel<true> : publish_kernel<false>;
+    kernel<<<publish_blocks(&o), PUBLISH_THREADS, 0, on->stream>>>(p, in, o);
     cuda_launched(on, "attention backward, operands");
 }

@@ -232,6 +232,12 @@ __device__ __forceinline__ void stmatrix_x4_transposed(uint32_t to, uint32_t a, 
                  : "memory");
 }
 
+/* [st.shared] 16 bytes. */
+__device__ __forceinline__ void store_shared(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d)
+{
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
 /* Offset of byte `byte` of row `row` in a panel with SWIZZLE_128B (rows of 128 bytes), or with SWIZZLE_64B (rows of 64
  * bytes: chunk q of row r lies at q ^ (r >> 1 & 3)). */
 __device__ __forceinline__ uint32_t swizzle_128(uint32_t row, uint32_t byte)

@@ -15,8 +15,8 @@ done | awk '
         # Kernels that multiply, and what all their instances contain; of two kinds one at least has both products.
         wants["fwd_bf16_kernel"] = "HGMMA USETMAXREG"; wants["fwd_codes_kernel"] = "QGMMA USETMAXREG"
         wants["bwd_bf16_kernel"] = "HGMMA USETMAXREG"; wants["bwd_fp8_kernel"] = "QGMMA USETMAXREG"
-        wants["bwd_fp8_dq_kernel"] = "QGMMA USETMAXREG"
-        both["fwd_codes_kernel"] = both["bwd_fp8_kernel"] = 1
+        wants["bwd_mxfp4_kernel"] = "QGMMA USETMAXREG"; wants["bwd_fp8_dq_kernel"] = "QGMMA USETMAXREG"
+        both["fwd_codes_kernel"] = both["bwd_fp8_kernel"] = both["bwd_mxfp4_kernel"] = 1
     }
     function bad(text) { print "check_sass: " text; failed = 1 }
     function close_kernel(    w, n, i, k) {

@@ -68,8 +68,8 @@ static float exact_sum(const uint8_t *a, const uint8_t *b)
 }
 
 /* Base-2 scores. Kernel and reference then round in different places, each some 2^-24 of |t|, and take powers of two
- * within 2^-22; `least`: what else may move them. */
-static void scores_of(const struct operands *x, float softmax_scale, float least, struct scores *s)
+ * within 2^-22. */
+static void scores_of(const struct operands *x, float softmax_scale, struct scores *s)
 {
     const float c = (float)((double)softmax_scale * M_LOG2E);
 #pragma omp parallel for schedule(dynamic)
@@ -79,7 +79,7 @@ static void scores_of(const struct operands *x, float softmax_scale, float least
         for (int j = 0; j <= row % TOKENS; j++) {
             const uint8_t *q = x->q + row * D, *k = x->k + (kv * TOKENS + j) * D;
             const float t = factor * wgmma_sum(WGMMA_E4M3, q, WGMMA_E4M3, k, D, 0);
-            const float slack = fabsf(t) * 0x1p-23f + least;
+            const float slack = fabsf(t) * 0x1p-23f + 0x1p-21f;
             s->t[MODEL][row][j] = t;
             s->t[ABOVE][row][j] = t + slack;
             s->t[BELOW][row][j] = t - slack;
@@ -224,7 +224,7 @@ static void forward_kind(struct gpu *gpu, const struct attention_recipe *recipe,
         t->complaints += gpu_case_run(&g);
         if (first == 0) {
             published(&g, &w->operands);
-            scores_of(&w->operands, s.softmax_scale, 0x1p-21f, &w->scores);
+            scores_of(&w->operands, s.softmax_scale, &w->scores);
             for (int i = 0; i < SETS * ROWS; i++) {
                 struct codes *to = &w->expected[i / ROWS];
                 const int row = i % ROWS;
@@ -345,8 +345,7 @@ static void backward_kind(struct gpu *gpu, const struct attention_recipe *recipe
     case_open(&c, &s, recipe, kind, 17);
     case_forward(&c);
     saved_operands(&c, &w->operands);
-    /* Without exponentials, block exponents step 1.6e-6 lower (docs/numerics.md, section 16). */
-    scores_of(&w->operands, s.softmax_scale, recipe->p_map == P_EXACT ? 0x1p-21f : 0x1p-19f, &w->scores);
+    scores_of(&w->operands, s.softmax_scale, &w->scores);
     for (int i = 0; i < SETS * ROWS; i++) {
         struct codes *to = &w->expected[i / ROWS];
         const int row = i % ROWS;
