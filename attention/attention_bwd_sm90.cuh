@@ -139,15 +139,22 @@ static __device__ __forceinline__ uint32_t turn_of(const uint32_t *turn)
 
 /* ---- dK, dV -------------------------------------------------------------------------------------------------- */
 
-/* The key of row 8 j + 2 c + e of 64 where keys are BLOCKED: 16 c + 2 j + e, so that a thread of a quad has 16
- * neighbours. */
-static __device__ __forceinline__ int blocked_key(int row)
+/* Orders of 64 tokens as rows. BLOCKED: row 8 j + 2 c + e is token 16 c + 2 j + e, so that a thread of a quad has 16
+ * neighbours. SWAPPED: bits 0 and 2 of a token's number are exchanged. */
+enum row_tokens { IN_ORDER, BLOCKED, SWAPPED };
+
+static __device__ __forceinline__ int blocked_token(int row)
 {
     return (row >> 1 & 3) * 16 + (row >> 3) * 2 + (row & 1);
 }
 
+static __device__ __forceinline__ int swapped_token(int row)
+{
+    return (row & 58) | (row & 1) << 2 | (row >> 2 & 1);
+}
+
 /* Rounds this warpgroup's 64 rows once and stores them to y, through 16 KB of shared memory. */
-template <bool BLOCKED = false>
+template <enum row_tokens ORDER = IN_ORDER>
 static __device__ __forceinline__ void store_keys(const float (&x)[64], float factor, uint32_t staging,
                                                   const char *memory, int wg, int key0, const struct bwd_plan &p,
                                                   bf16 *y, int64_t stride)
@@ -167,7 +174,7 @@ static __device__ __forceinline__ void store_keys(const float (&x)[64], float fa
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const int r = 8 * i + (t >> 4), part = t & 15;
-        const int key = key0 + (BLOCKED ? blocked_key(r) : r);
+        const int key = key0 + (ORDER == BLOCKED ? blocked_token(r) : ORDER == SWAPPED ? swapped_token(r) : r);
         if (key < p.tokens) {
             *reinterpret_cast<uint4 *>(y + (int64_t)key * stride + part * 8) =
                 *reinterpret_cast<const uint4 *>(memory + r * 256 + ((part ^ (r & 7)) << 4));

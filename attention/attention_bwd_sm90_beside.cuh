@@ -130,7 +130,7 @@ static __device__ __forceinline__ void load_blocked_keys(const struct bwd_plan &
         }
 #pragma unroll 1
         for (int row = 0; row < 64; row += 2) {
-            tma_load_4d(at + row * 128, &m.k_two, barrier, feature, key0 + blocked_key(row), u.kv, u.batch);
+            tma_load_4d(at + row * 128, &m.k_two, barrier, feature, key0 + blocked_token(row), u.kv, u.batch);
         }
     }
 }

@@ -1,6 +1,6 @@
-/* attention: dQ of the FP8 backward on Hopper from the dS that attention_bwd_sm90_fp8.cu stored: dQ = dS K over the
- * blocks of keys that a query sees. A block's product has the 14 bits of FP8 tensor cores; products are added in FP32,
- * in the order of blocks, and rounded once.
+/* attention: dQ of the FP8 backward on Hopper from the dS that attention_bwd_sm90_fp8.cu stored, or
+ * attention_bwd_sm90_mxfp4.cu (rows SWAPPED): dQ = dS K over the blocks of keys that a query sees. A block's product
+ * has the 14 bits of FP8 tensor cores; products are added in FP32, in the order of blocks, and rounded once.
  *
  * A block of threads has 128 queries of two query heads of a kv head, one for each warpgroup, so that K is read once
  * for both. (Where the GQA group is odd, both make the last head and store the same.) The longest come first. */
@@ -70,6 +70,7 @@ static __device__ __forceinline__ void product_dq(float (&dq)[64], uint64_t ds, 
     wgmma_pin(dq);
 }
 
+template <enum row_tokens ORDER>
 static __device__ __forceinline__ void sum_dq(const struct bwd8_plan &p, const struct dq_unit &u,
                                               const struct shared &s, int wg, const struct head_view &dq)
 {
@@ -102,11 +103,12 @@ static __device__ __forceinline__ void sum_dq(const struct bwd8_plan &p, const s
 #pragma unroll
     for (int tile = 0; tile < 2; tile++) {
         const int at = tile * DQ_STAGE + wg * BWD8_PAIR; /* held dS of this warpgroup alone */
-        store_keys(sum[tile], p.b.scale / (l.ds * l.k), s.base + at, s.memory + at, wg,
-                   (2 * u.pair + tile) * BWD_QUERIES, p.b, y, dq.token_stride);
+        store_keys<ORDER>(sum[tile], p.b.scale / (l.ds * l.k), s.base + at, s.memory + at, wg,
+                          (2 * u.pair + tile) * BWD_QUERIES, p.b, y, dq.token_stride);
     }
 }
 
+template <enum row_tokens ORDER>
 static __global__ void __launch_bounds__(BWD_THREADS, 1)
     bwd_fp8_dq_kernel(const struct bwd8_plan p, const struct head_view dq, int first)
 {
@@ -129,14 +131,15 @@ static __global__ void __launch_bounds__(BWD_THREADS, 1)
         }
     } else {
         registers_raise<240>();
-        sum_dq(p, u, s, (int)__reduce_max_sync(0xffffffffu, threadIdx.x / 128) - 1, dq);
+        sum_dq<ORDER>(p, u, s, (int)__reduce_max_sync(0xffffffffu, threadIdx.x / 128) - 1, dq);
     }
 }
 
 void bwd8_dq(const struct cuda *on, const struct bwd8_plan &p, const struct head_view &dq, int first, int units)
 {
     const int twos = (p.b.heads / p.b.kv_heads + 1) / 2;
-    cudaFuncSetAttribute(bwd_fp8_dq_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, DQ_BYTES);
-    bwd_fp8_dq_kernel<<<units * twos * p.b.blocks, BWD_THREADS, DQ_BYTES, on->stream>>>(p, dq, first);
+    const auto kernel = p.rules.query_rows ? bwd_fp8_dq_kernel<SWAPPED> : bwd_fp8_dq_kernel<IN_ORDER>;
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, DQ_BYTES);
+    kernel<<<units * twos * p.b.blocks, BWD_THREADS, DQ_BYTES, on->stream>>>(p, dq, first);
     cuda_launched(on, "attention backward, dQ, FP8, sm90");
 }

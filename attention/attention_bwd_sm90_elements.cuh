@@ -1,6 +1,6 @@
 /* attention: what the computing warpgroups of the FP8 backward on Hopper do with the elements of a tile: scores to P, P
- * and dP to dS; and long sums to the threads beside them. For attention_bwd_sm90_fp8.cu; sums and constants
- * also for attention_bwd_sm90_mxfp4.cu. */
+ * and dP to dS; and long sums to the threads beside them. For attention_bwd_sm90_fp8.cu; attention_bwd_sm90_mxfp4.cu
+ * takes the sums, its elements are in attention_bwd_sm90_mxfp4.cuh. */
 #pragma once
 
 #include "attention/attention_bwd_sm90_beside.cuh"

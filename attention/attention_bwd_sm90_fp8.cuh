@@ -8,8 +8,8 @@
  *                                K col 128 x 128 E4M3, keys of each 16 in order pi2, SWIZZLE_128B
  *   dS (launch's query head, pair of tiles, block of keys, tile): 64 queries x 128 keys E4M3, keys of each 16 in order
  *                                pi2, SWIZZLE_128B
- * Where rules.query_rows: dO col and Q col in order pi2, V row with BLOCKED keys (blocked_key in
- * attention_bwd_sm90.cuh), K col and dS in natural order.
+ * Where rules.query_rows: dO col and Q col in order pi2, rows of V row BLOCKED (row_tokens in attention_bwd_sm90.cuh),
+ * keys of K col and dS in natural order, rows of dS SWAPPED, so that two rows, stored at a time, meet all banks.
  * pi1 = 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15: two accumulator groups of S^T, packed, are an A register of the next
  * product. pi2 = 0 8 1 9 2 10 .. 7 15: two packed registers, rows g and g + 8, are an element of a transposing
  * stmatrix. Rows beyond the sequence are zero. */

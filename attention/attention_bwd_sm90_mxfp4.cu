@@ -75,7 +75,8 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
     const uint64_t v_rows = operand_at(s.base, R::AT_V) + wg * (8192 >> 4);
     const uint64_t p_rows = operand_64_at(s.base, R::AT_P, wg, BWD8_DS / 2);
     const uint64_t ds_rows = operand_64_at(s.base, R::AT_DS_T, wg, BWD8_DS / 2);
-    const uint32_t ds_at = s.base + R::AT_DS + (warp * 16 + g) * 128 + (((4 * wg + c) ^ g) << 4);
+    const uint32_t ds_at =
+        s.base + R::AT_DS + swizzle_128(warp * 16 + swapped_token(g), wg * 64 + c * 16); /* row g + 8: 1024 on */
     const uint32_t stats_at = s.base + R::AT_STATS + (warp * 16 + g) * sizeof(float);
     const uint32_t factor_at = s.base + R::AT_STATS + BWD_STATISTICS * 4;
     const float dp_factor = dp_factor_of(p, u.batch * p.b.kv_heads + u.kv);
@@ -83,7 +84,7 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
                              : u.block * BWD_KEYS + BWD_KEYS > p.b.tokens ? p.b.tiles
                                                                           : 0;
     int tile = u.first;
-    float dk[64], dv[64], x[32], y[32], before[2], r_of[2], score_factor;
+    float dk[64], dv[64], x[32], y[32], n_of[2], r_of[2], score_factor;
     struct mx_scales scales;
 #pragma unroll
     for (int i = 0; i < 64; i++) {
@@ -97,12 +98,12 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
             mask_rows(p.b, u.block * BWD_KEYS + wg * 64 + 16 * (now & 3), tile * BWD_QUERIES + warp * 16 + (now >> 2),
                       x);
         }
-        scales = mx_scales_of<CODE>(x, score_factor, before, line);
+        scales = mx_scales_of<CODE>(x, score_factor, n_of, line);
     };
     struct ring r = {0, 0};
     mbarrier_wait(barrier_at(s, KEYS_LOADED), 0);
     mbarrier_wait(barrier_at(s, LOADED), 0);
-    read_pair(before, stats_at);
+    read_pair(n_of, stats_at);
     score_factor = QK8 ? read_float(factor_at) : p.b.c;
     wgmma_pin(dk);
     wgmma_pin(dv);
@@ -151,7 +152,7 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
         mbarrier_wait(barrier_at(s, SENT + buffer), ((uint32_t)i / R::DS_BUFFERS & 1) ^ 1);
         write_rows(ds_at + buffer * BWD8_DS, ds);
         fence_async_proxy();
-        read_pair(before, stats_at + r.stage * STATS_BYTES);
+        read_pair(n_of, stats_at + r.stage * STATS_BYTES);
         score_factor = QK8 ? read_float(factor_at + r.stage * STATS_BYTES) : p.b.c;
         named_barrier_sync(BARRIER_HALF + wg, 128);
         wgmma_pin(y);
@@ -182,10 +183,10 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
     named_barrier_sync(BARRIER_BOTH, 256); /* all products that read tiles are complete */
     const int key0 = u.block * BWD_KEYS + wg * 64, at = R::AT_QUERIES + wg * 32768;
     const struct bwd_lifts l = lifts_of(p, u.batch * p.b.kv_heads + u.kv);
-    store_keys<true>(dk, p.b.scale / (l.ds * l.q), s.base + at, s.memory + at, wg, key0, p.b,
-                     p.b.dk.data + u.batch * p.b.dk.batch_stride + u.kv * p.b.dk.head_stride, p.b.dk.token_stride);
-    store_keys<true>(dv, p.dv_factor / l.dout, s.base + at + 16384, s.memory + at + 16384, wg, key0, p.b,
-                     p.b.dv.data + u.batch * p.b.dv.batch_stride + u.kv * p.b.dv.head_stride, p.b.dv.token_stride);
+    store_keys<BLOCKED>(dk, p.b.scale / (l.ds * l.q), s.base + at, s.memory + at, wg, key0, p.b,
+                        p.b.dk.data + u.batch * p.b.dk.batch_stride + u.kv * p.b.dk.head_stride, p.b.dk.token_stride);
+    store_keys<BLOCKED>(dv, p.dv_factor / l.dout, s.base + at + 16384, s.memory + at + 16384, wg, key0, p.b,
+                        p.b.dv.data + u.batch * p.b.dv.batch_stride + u.kv * p.b.dv.head_stride, p.b.dv.token_stride);
 }
 
 /* first: the launch's first unit; its units come together in unit_of's order. */

@@ -41,10 +41,11 @@ static __device__ __forceinline__ uint2 only_if(bool yes, uint2 x)
     return make_uint2(yes ? x.x : 0, yes ? x.y : 0);
 }
 
-/* Codes of a tile in shared memory, row by row. Padding behind each 16 rows (a chunk of a column) spreads the chunks
- * that lanes read together over the banks: 4 chunks and 8 words of 64 rows, 8 chunks and 4 words of 128. */
+/* Of each 16 rows of a column (attention_bwd_sm90_fp8.cuh). */
 enum row_order { NATURAL, PI1, PI2 };
 
+/* Codes of a tile in shared memory, row by row. Padding behind each 16 rows (a chunk of a column) spreads the chunks
+ * that lanes read together over the banks: 4 chunks and 8 words of 64 rows, 8 chunks and 4 words of 128. */
 template <int ROWS> struct code_tile {
     static constexpr int CHUNKS = ROWS / 16, CHUNK = 16 * BWD_FEATURES + 128 / CHUNKS;
     static constexpr int BYTES = CHUNKS * CHUNK;
@@ -87,15 +88,15 @@ typedef code_tile<BWD_KEYS> key_codes;
 
 enum { CODE_BYTES = 2 * query_codes::BYTES > key_codes::BYTES ? 2 * query_codes::BYTES : key_codes::BYTES };
 
-/* 128 rows of x, times lift, as E4M3 in SWIZZLE_128B. BLOCKED: to where blocked_key has them. */
-template <bool BLOCKED>
+/* 128 rows of x, times lift, as E4M3 in SWIZZLE_128B. ORDER: IN_ORDER or BLOCKED. */
+template <enum row_tokens ORDER>
 static __device__ __forceinline__ void put_rows(const uint4 (&x)[BWD_KEYS / PUBLISH_ROWS], float lift, int left,
                                                 uint8_t *to)
 {
 #pragma unroll
     for (int i = 0; i < BWD_KEYS / PUBLISH_ROWS; i++) {
         const int row = i * PUBLISH_ROWS + threadIdx.x / 16;
-        const int place = BLOCKED ? (row & 65) | (row & 14) << 2 | (row >> 3 & 6) : row;
+        const int place = ORDER == BLOCKED ? (row & 65) | (row & 14) << 2 | (row >> 3 & 6) : row;
         __stcs(reinterpret_cast<uint2 *>(to + swizzle_128(place, (threadIdx.x & 15) * 8)),
                only_if(row < left, encode8(x[i], lift)));
     }
@@ -197,7 +198,7 @@ static __device__ __forceinline__ void publish_keys(const struct bwd8_plan &p, c
         key_codes::put(codes, row, only_if(row < left, encode8(x[i], l.k)));
     }
     load_rows<BWD_KEYS / PUBLISH_ROWS>(x, in.v, batch, kv, first, T, true);
-    put_rows<QUERY_ROWS>(x, l.v, left, to);
+    put_rows<QUERY_ROWS ? BLOCKED : IN_ORDER>(x, l.v, left, to);
     __syncthreads();
     const int word = threadIdx.x / 8, chunk = threadIdx.x & 7;
     uint4 y[4];
