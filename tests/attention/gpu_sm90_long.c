@@ -147,11 +147,111 @@ static void many_blocks_large(void **state)
     assert_int_equal(bad, 0);
 }
 
+/* ---- dK less its mean over keys ---------------------------------------------------------------------------- */
+
+/* The sum over keys of one feature in units of 2^-8 times the root of its sum of squares, what BF16 roundings leave at
+ * random: .7 in the mean for plain BF16, 5 for FP8, 160 for `saved_output` with MXFP4 and a sink (CPU reference). */
+static double sum_of(const struct attention_shape *s, const bf16 *x, int64_t unit, int64_t feature, double *sum)
+{
+    const bf16 *at = x + (unit / s->kv_heads * s->tokens * s->kv_heads + unit % s->kv_heads) * D + feature;
+    double squares = 0;
+    *sum = 0;
+    for (int64_t token = 0; token < s->tokens; token++) {
+        const double y = (double)bf16_to_float(at[token * s->kv_heads * D]);
+        *sum += y;
+        squares += y * y;
+    }
+    return squares > 0 ? fabs(*sum) / sqrt(squares) * 0x1p8 : 0;
+}
+
+/* `dk` should be `plain` less its mean over keys. Elements may take the neighbouring code where FP32 sums move a mean
+ * over a boundary (less than 1 in 1000). */
+static int compare_centred(const char *what, const struct attention_shape *s, const bf16 *plain, const bf16 *dk,
+                           double *before, double *after)
+{
+    int64_t other = 0, wrong = 0;
+    for (int64_t unit = 0; unit < s->batch * s->kv_heads; unit++) {
+        for (int64_t d = 0; d < D; d++) {
+            double sum, rest;
+            *before = fmax(*before, sum_of(s, plain, unit, d, &sum));
+            *after = fmax(*after, sum_of(s, dk, unit, d, &rest));
+            const float mean = (float)(sum / (double)s->tokens);
+            for (int64_t token = 0; token < s->tokens; token++) {
+                const int64_t i = ((unit / s->kv_heads * s->tokens + token) * s->kv_heads + unit % s->kv_heads) * D + d;
+                const float want = bf16_to_float(bf16_from_float(bf16_to_float(plain[i]) - mean));
+                const float got = bf16_to_float(dk[i]), error = fabsf(got - want);
+                other += error != 0;
+                wrong += !(error <= 0x1p-7f * fabsf(want) + 0x1p-20f * fabsf(mean));
+            }
+        }
+    }
+    if (wrong > 0 || other * 1000 > s->batch * s->kv_heads * s->tokens * D) {
+        print_message("%s: %lld elements of dK are other than dK less its mean, %lld by more than a code\n", what,
+                      (long long)other, (long long)wrong);
+        return 1;
+    }
+    return 0;
+}
+
+/* A run without dk_center, two with it: dK less its mean, equal bits, and the other tensors as they were. */
+static int less_its_mean(struct gpu *gpu, const struct attention_shape *s, const struct attention_recipe *recipe,
+                         enum layout layout, double *before, double *after)
+{
+    struct attention_case c;
+    struct gpu_case g[3];
+    char what[256];
+    int bad = 0;
+    case_open(&c, s, recipe, INPUT_SINK, 71);
+    for (int run = 0; run < 3; run++) {
+        c.recipe.dk_center = run > 0;
+        gpu_case_open(&g[run], gpu, &c, layout, BOTH);
+        bad += gpu_case_run(&g[run]);
+    }
+    describe(&g[1], "sink", what, sizeof what);
+    for (int t = OUT; t < TENSORS; t++) {
+        const size_t bytes = tensor_bytes(&g[0], (enum tensor)t);
+        if (memcmp(g[2].got[t], g[1].got[t], bytes) != 0 ||
+            (t != OUT_DK && memcmp(g[0].got[t], g[1].got[t], bytes) != 0)) {
+            print_message("%s: tensor %d has other bits\n", what, t);
+            bad++;
+        }
+    }
+    bad += compare_centred(what, s, g[0].got[OUT_DK], g[1].got[OUT_DK], before, after);
+    for (int run = 0; run < 3; run++) {
+        gpu_case_close(&g[run]);
+    }
+    case_close(&c);
+    return bad;
+}
+
+/* Slices of a head of 64, 128 and 192 keys, the last ones cut off. */
+static void dk_sums_to_zero(void **state)
+{
+    static const int64_t tokens[] = {1, 3, 100, 777, 4096, 4097, 5000, 8300};
+    const int n = *gpu_small() ? 3 : 8;
+    int bad = 0;
+    for (int r = 0; r < ROUTES + 1; r++) {
+        struct attention_recipe recipe = r < ROUTES ? route(r) : recipe_of(PV_MXFP4, BWD_SAVED_OUTPUT);
+        double before = 0, after = 0;
+        for (int i = 0; i < n; i++) {
+            const int64_t T = tokens[i];
+            const struct attention_shape s =
+                T < 1000 ? shape_of(2, T, 4, 2, (i + r) % 2 == 0) : shape_of(1, T, 2, 1, true);
+            recipe.k_center = (i + r) % 3 == 0;
+            bad += less_its_mean(*state, &s, &recipe, (enum layout)((i + r) % LAYOUTS), &before, &after);
+        }
+        print_message("route %d: largest sum of dK over keys, in roundings: %.1f, with dk_center %.1f\n", r, before,
+                      after);
+        bad += !(after < 4) + (r == ROUTES && !(before > 40));
+    }
+    assert_int_equal(bad, 0);
+}
+
 int main(int argc, char **argv)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(both_passes), cmocka_unit_test(sequences_large),
+    const struct CMUnitTest tests[] = {cmocka_unit_test(both_passes),       cmocka_unit_test(sequences_large),
                                        cmocka_unit_test(many_blocks_large), cmocka_unit_test(several_launches_large),
-                                       cmocka_unit_test(scratch_grows)};
+                                       cmocka_unit_test(scratch_grows),     cmocka_unit_test(dk_sums_to_zero)};
     gpu_arguments(argc, argv);
     return cmocka_run_group_tests(tests, gpu_open_state, gpu_close_state);
 }
