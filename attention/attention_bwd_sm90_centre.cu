@@ -1,8 +1,9 @@
 /* attention: dK of the Hopper backward less its mean over keys (dk_center; docs/numerics.md, sections 7 and 16).
  *
- * Both routes' kernels leave dK in BF16; here it is rounded a second time, where the reference rounds once. What is
- * subtracted is the mean of the rounded dK, so the second rounding is all that is left in the sum over keys; both
- * together are a few 2^-9 of an element, beside the .15 that codes cost.
+ * The kernels of both routes leave dK in BF16. Here it is rounded a second time, where the reference rounds its FP32
+ * sums once. That is harmless: each rounding is .15 % of the gradient (root mean square; at most 2^-8 of an element)
+ * where quantised operands cost 15 %, and the mean taken off is that of the rounded dK, so that the sum over keys is
+ * zero to the second rounding alone, as it is in the reference.
  *
  * All sums are FP32 in an order that depends on the number of tokens alone: a thread's keys, the block's 16 threads of
  * a feature, the slices of a head. */

@@ -28,8 +28,8 @@ struct attention_saved_sm90 attention_saved_sm90_carve(const struct attention_sh
 void attention_complete_sm90(const struct cuda *on, const struct attention_shape *shape,
                              const struct attention_recipe *recipe, void *saved, void *scratch);
 
-/* Where rows say it all, the forward does not write operands.q and k: for who reads them (variant "cuda"), bit for bit.
- */
+/* Where rows say it all, the forward does not write operands.q and k (with k_center, k holds the centred original): for
+ * who reads them (variant "cuda"), bit for bit. */
 void attention_restore_sm90(const struct cuda *on, const struct attention_shape *shape,
                             const struct attention_recipe *recipe, void *saved);
 

@@ -4,7 +4,7 @@
 
 enum { ROUTES = 5, MIXED = 3 };
 
-/* One recipe for each kernel; then those whose backward, if it is not written for Hopper, is the plain one, on the
+/* One recipe for each kernel; then K and dK less their means, Direct-P, and one whose backward is the plain one, on the
  * state that the Hopper forward saved. */
 static struct attention_recipe route(int i)
 {
@@ -238,11 +238,13 @@ static void dk_sums_to_zero(void **state)
             const struct attention_shape s =
                 T < 1000 ? shape_of(2, T, 4, 2, (i + r) % 2 == 0) : shape_of(1, T, 2, 1, true);
             recipe.k_center = (i + r) % 3 == 0;
-            bad += less_its_mean(*state, &s, &recipe, (enum layout)((i + r) % LAYOUTS), &before, &after);
+            bad += gpu_leaves_out(5)
+                       ? 0
+                       : less_its_mean(*state, &s, &recipe, (enum layout)((i + r) % LAYOUTS), &before, &after);
         }
         print_message("route %d: largest sum of dK over keys, in roundings: %.1f, with dk_center %.1f\n", r, before,
                       after);
-        bad += !(after < 4) + (r == ROUTES && !(before > 40));
+        bad += !(after < 4) + (r == ROUTES && !*gpu_small() && !(before > 40));
     }
     assert_int_equal(bad, 0);
 }
