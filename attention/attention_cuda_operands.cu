@@ -54,40 +54,114 @@ void attention_measure_cuda(const struct cuda *on, const struct head_tensor *x, 
 
 /* ---- centred K -------------------------------------------------------------------------------------------- */
 
-/* A thread a feature. The mean is summed in token order, as on the CPU: every slice of tokens makes it anew. */
-static __global__ void centre_kernel(head_tensor k, bf16 *y)
+/* The mean is summed in token order, as on the CPU: a chain of additions, one thread a feature, which takes its values
+ * from shared memory while all threads fetch the tiles to come. Each slice of tokens makes it anew: few slices. */
+enum {
+    CENTRE_THREADS = 512,
+    CENTRE_TOKENS = 128,                             /* of a tile */
+    CENTRE_CHUNKS = ATTENTION_CUDA_HEAD_DIM_MAX / 8, /* of a token in the tile, and of features at most */
+    CENTRE_WORDS = CENTRE_TOKENS * CENTRE_CHUNKS / CENTRE_THREADS,
+    CENTRE_SLICES = 4,
+};
+
+struct centre_tile {
+    uint4 words[CENTRE_WORDS]; /* of this thread */
+};
+
+/* Where a thread works: 8 features of every `step`-th token, threads left over nowhere. */
+struct centre_place {
+    int chunks, chunk, token, step;
+};
+
+__device__ __forceinline__ void centre_fetch(centre_tile &t, const head_tensor &k, const bf16 *x, centre_place at,
+                                             int64_t first)
 {
-    const int64_t head = blockIdx.y, d = threadIdx.x, stride = k.view.token_stride;
-    const bf16 *x = token_of(k, head, 0) + d;
+#pragma unroll
+    for (int i = 0; i < CENTRE_WORDS; i++) {
+        const int token = at.token + i * at.step;
+        if (token < CENTRE_TOKENS && first + token < k.tokens) {
+            t.words[i] = bf16x8_load(x + (first + token) * k.view.token_stride + at.chunk * 8).words;
+        }
+    }
+}
+
+/* `sum` and this thread's feature of n tokens, in their order. */
+__device__ __forceinline__ float centre_add(float sum, const bf16 *tile, int64_t n)
+{
+    if (n >= CENTRE_TOKENS) {
+#pragma unroll 32
+        for (int i = 0; i < CENTRE_TOKENS; i++) {
+            sum = __fadd_rn(sum, bf16_value(tile[i * ATTENTION_CUDA_HEAD_DIM_MAX]));
+        }
+        return sum;
+    }
+    for (int i = 0; i < n; i++) {
+        sum = __fadd_rn(sum, bf16_value(tile[i * ATTENTION_CUDA_HEAD_DIM_MAX]));
+    }
+    return sum;
+}
+
+/* Grid (slices of tokens, batch * heads). */
+static __global__ void __launch_bounds__(CENTRE_THREADS) centre_kernel(head_tensor k, bf16 *y)
+{
+    __shared__ uint4 tile[CENTRE_TOKENS * CENTRE_CHUNKS];
+    __shared__ float means[ATTENTION_CUDA_HEAD_DIM_MAX];
+    const int64_t head = blockIdx.y;
+    const bf16 *x = token_of(k, head, 0);
+    const bool sums = threadIdx.x < k.head_dim;
+    centre_place at = {(int)k.head_dim / 8};
+    at.step = CENTRE_THREADS / at.chunks;
+    at.chunk = threadIdx.x % at.chunks;
+    at.token = (int)threadIdx.x < at.step * at.chunks ? threadIdx.x / at.chunks : CENTRE_TOKENS;
+    centre_tile next[2] = {};
     float mean = 0.0f;
-    int64_t t = 0;
-    for (; t + 16 <= k.tokens; t += 16) {
-        bf16 next[16];
+    centre_fetch(next[0], k, x, at, 0);
+    centre_fetch(next[1], k, x, at, CENTRE_TOKENS);
+    for (int64_t first = 0; first < k.tokens; first += 2 * CENTRE_TOKENS) {
 #pragma unroll
-        for (int i = 0; i < 16; i++) {
-            next[i] = x[(t + i) * stride];
-        }
+        for (int turn = 0; turn < 2; turn++) {
+            const int64_t now = first + turn * CENTRE_TOKENS;
 #pragma unroll
-        for (int i = 0; i < 16; i++) {
-            mean = __fadd_rn(mean, bf16_value(next[i]));
+            for (int i = 0; i < CENTRE_WORDS; i++) {
+                const int token = at.token + i * at.step;
+                if (token < CENTRE_TOKENS) {
+                    tile[token * CENTRE_CHUNKS + at.chunk] = next[turn].words[i];
+                }
+            }
+            __syncthreads();
+            centre_fetch(next[turn], k, x, at, now + 2 * CENTRE_TOKENS);
+            if (sums) {
+                mean = centre_add(mean, reinterpret_cast<const bf16 *>(tile) + threadIdx.x, k.tokens - now);
+            }
+            __syncthreads();
         }
     }
-    for (; t < k.tokens; t++) {
-        mean = __fadd_rn(mean, bf16_value(x[t * stride]));
+    if (sums) {
+        means[threadIdx.x] = __fdiv_rn(mean, (float)k.tokens);
     }
-    mean = __fdiv_rn(mean, (float)k.tokens);
-    for (t = blockIdx.x; t < k.tokens; t += gridDim.x) {
-        y[(head * k.tokens + t) * k.head_dim + d] = bf16_code(__fsub_rn(bf16_value(x[t * stride]), mean));
+    __syncthreads();
+    const int64_t slice = (k.tokens + gridDim.x - 1) / gridDim.x, from = blockIdx.x * slice;
+    const int64_t end = min(from + slice, k.tokens);
+    bf16 *to = y + head * k.tokens * k.head_dim + at.chunk * 8;
+#pragma unroll 4
+    for (int64_t t = from + at.token; at.token < CENTRE_TOKENS && t < end; t += at.step) {
+        float z[8];
+        bf16x8_unpack(bf16x8_load(x + t * k.view.token_stride + at.chunk * 8), z);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            z[j] = __fsub_rn(z[j], means[at.chunk * 8 + j]);
+        }
+        bf16x8_store(to + t * k.head_dim, bf16x8_pack(z));
     }
 }
 
 void attention_centre_cuda(const struct cuda *on, const struct head_tensor *k, bf16 *y)
 {
     const int64_t heads = k->batch * k->heads;
-    const unsigned int slices = cuda_blocks(k->tokens, 256);
+    const unsigned int slices = cuda_blocks(k->tokens, 2 * CENTRE_TOKENS);
     if (heads > 0) {
-        const dim3 grid(slices < 32 ? slices : 32, (unsigned int)heads);
-        centre_kernel<<<grid, (unsigned int)k->head_dim, 0, on->stream>>>(*k, y);
+        const dim3 grid(min(slices, (unsigned int)CENTRE_SLICES), (unsigned int)heads);
+        centre_kernel<<<grid, CENTRE_THREADS, 0, on->stream>>>(*k, y);
         cuda_launched(on, "attention centre");
     }
 }

@@ -149,39 +149,48 @@ static void many_blocks_large(void **state)
 
 /* ---- dK less its mean over keys ---------------------------------------------------------------------------- */
 
-/* The sum over keys of one feature in units of 2^-8 times the root of its sum of squares, what BF16 roundings leave at
- * random: .7 in the mean for plain BF16, 5 for FP8, 160 for `saved_output` with MXFP4 and a sink (CPU reference). */
-static double sum_of(const struct attention_shape *s, const bf16 *x, int64_t unit, int64_t feature, double *sum)
+/* One feature of one head. */
+struct column {
+    double sum, size; /* of the elements, of their magnitudes */
+};
+
+static struct column column_of(const struct attention_shape *s, const bf16 *x, int64_t unit, int64_t feature)
 {
     const bf16 *at = x + (unit / s->kv_heads * s->tokens * s->kv_heads + unit % s->kv_heads) * D + feature;
-    double squares = 0;
-    *sum = 0;
+    struct column c = {0, 0};
     for (int64_t token = 0; token < s->tokens; token++) {
         const double y = (double)bf16_to_float(at[token * s->kv_heads * D]);
-        *sum += y;
-        squares += y * y;
+        c.sum += y;
+        c.size += fabs(y);
     }
-    return squares > 0 ? fabs(*sum) / sqrt(squares) * 0x1p8 : 0;
+    return c;
+}
+
+/* The sum in units of what BF16 roundings of all elements can leave at most. */
+static double in_roundings(struct column c)
+{
+    return c.size > 0 ? fabs(c.sum) / c.size * 0x1p8 : 0;
 }
 
 /* `dk` should be `plain` less its mean over keys. Elements may take the neighbouring code where FP32 sums move a mean
- * over a boundary (less than 1 in 1000). */
+ * over a boundary (less than 1 in 1000). before, after: largest sums. */
 static int compare_centred(const char *what, const struct attention_shape *s, const bf16 *plain, const bf16 *dk,
                            double *before, double *after)
 {
     int64_t other = 0, wrong = 0;
     for (int64_t unit = 0; unit < s->batch * s->kv_heads; unit++) {
         for (int64_t d = 0; d < D; d++) {
-            double sum, rest;
-            *before = fmax(*before, sum_of(s, plain, unit, d, &sum));
-            *after = fmax(*after, sum_of(s, dk, unit, d, &rest));
-            const float mean = (float)(sum / (double)s->tokens);
+            const struct column x = column_of(s, plain, unit, d), y = column_of(s, dk, unit, d);
+            const float mean = (float)(x.sum / (double)s->tokens),
+                        noise = (float)(x.size / (double)s->tokens) * 0x1p-20f;
+            *before = fmax(*before, in_roundings(x));
+            *after = fmax(*after, in_roundings(y));
             for (int64_t token = 0; token < s->tokens; token++) {
                 const int64_t i = ((unit / s->kv_heads * s->tokens + token) * s->kv_heads + unit % s->kv_heads) * D + d;
                 const float want = bf16_to_float(bf16_from_float(bf16_to_float(plain[i]) - mean));
                 const float got = bf16_to_float(dk[i]), error = fabsf(got - want);
                 other += error != 0;
-                wrong += !(error <= 0x1p-7f * fabsf(want) + 0x1p-20f * fabsf(mean));
+                wrong += !(error <= 0x1p-7f * fabsf(want) + noise);
             }
         }
     }
@@ -224,7 +233,8 @@ static int less_its_mean(struct gpu *gpu, const struct attention_shape *s, const
     return bad;
 }
 
-/* Slices of a head of 64, 128 and 192 keys, the last ones cut off. */
+/* Slices of a head of 64, 128 and 192 keys, the last ones cut off. Most is off for `saved_output` with MXFP4 and a
+ * sink, whose row leak has a sign. */
 static void dk_sums_to_zero(void **state)
 {
     static const int64_t tokens[] = {1, 3, 100, 777, 4096, 4097, 5000, 8300};
@@ -232,19 +242,22 @@ static void dk_sums_to_zero(void **state)
     int bad = 0;
     for (int r = 0; r < ROUTES + 1; r++) {
         struct attention_recipe recipe = r < ROUTES ? route(r) : recipe_of(PV_MXFP4, BWD_SAVED_OUTPUT);
-        double before = 0, after = 0;
+        double long_before = 0, after = 0;
         for (int i = 0; i < n; i++) {
             const int64_t T = tokens[i];
             const struct attention_shape s =
                 T < 1000 ? shape_of(2, T, 4, 2, (i + r) % 2 == 0) : shape_of(1, T, 2, 1, true);
+            double before = 0;
             recipe.k_center = (i + r) % 3 == 0;
-            bad += gpu_leaves_out(5)
-                       ? 0
-                       : less_its_mean(*state, &s, &recipe, (enum layout)((i + r) % LAYOUTS), &before, &after);
+            if (!gpu_leaves_out(5)) {
+                bad += less_its_mean(*state, &s, &recipe, (enum layout)((i + r) % LAYOUTS), &before, &after);
+            }
+            long_before = T > 100 ? fmax(before, long_before) : long_before;
         }
-        print_message("route %d: largest sum of dK over keys, in roundings: %.1f, with dk_center %.1f\n", r, before,
-                      after);
-        bad += !(after < 4) + (r == ROUTES && !*gpu_small() && !(before > 40));
+        print_message(
+            "route %d: largest sum of dK over keys (T 777 and more), in roundings: %.2f, with dk_center %.2f\n", r,
+            long_before, after);
+        bad += !(after < 1.01) + (r == ROUTES && !*gpu_small() && !(long_before > 4));
     }
     assert_int_equal(bad, 0);
 }
