@@ -64,23 +64,53 @@ enum {
     CENTRE_SLICES = 4,
 };
 
-struct centre_tile {
-    uint4 words[CENTRE_WORDS]; /* of this thread */
+/* A thread's part of every tile: 8 features (chunk) of the tokens token, token + step, ..; of none: token is
+ * CENTRE_TOKENS. */
+struct centre_part {
+    int chunk, token, step;
+    const bf16 *next; /* of the tile to be fetched */
+    int64_t jump, tile_jump, left;
 };
 
-/* Where a thread works: 8 features of every `step`-th token, threads left over nowhere. */
-struct centre_place {
-    int chunks, chunk, token, step;
+struct centre_words {
+    uint4 words[CENTRE_WORDS];
 };
 
-__device__ __forceinline__ void centre_fetch(centre_tile &t, const head_tensor &k, const bf16 *x, centre_place at,
-                                             int64_t first)
+__device__ __forceinline__ centre_part centre_part_of(const head_tensor &k, const bf16 *x)
+{
+    const int chunks = (int)k.head_dim / 8;
+    centre_part p;
+    p.step = min(CENTRE_TOKENS, 1 << (31 - __clz(CENTRE_THREADS / chunks)));
+    p.chunk = threadIdx.x % chunks;
+    p.token = min((int)threadIdx.x / chunks, CENTRE_TOKENS);
+    p.token = p.token < p.step ? p.token : CENTRE_TOKENS;
+    p.next = x + p.token * k.view.token_stride + p.chunk * 8;
+    p.jump = p.step * k.view.token_stride;
+    p.tile_jump = CENTRE_TOKENS * k.view.token_stride;
+    p.left = k.tokens;
+    return p;
+}
+
+__device__ __forceinline__ void centre_fetch(centre_words &w, centre_part &p)
+{
+    const int end = (int)min((int64_t)CENTRE_TOKENS, p.left);
+#pragma unroll
+    for (int i = 0; i < CENTRE_WORDS; i++) {
+        if (p.token + i * p.step < end) {
+            w.words[i] = bf16x8_load(p.next + i * p.jump).words;
+        }
+    }
+    p.next += p.tile_jump;
+    p.left -= CENTRE_TOKENS;
+}
+
+__device__ __forceinline__ void centre_put(const centre_words &w, const centre_part &p, uint4 *tile)
 {
 #pragma unroll
     for (int i = 0; i < CENTRE_WORDS; i++) {
-        const int token = at.token + i * at.step;
-        if (token < CENTRE_TOKENS && first + token < k.tokens) {
-            t.words[i] = bf16x8_load(x + (first + token) * k.view.token_stride + at.chunk * 8).words;
+        const int token = p.token + i * p.step;
+        if (token < CENTRE_TOKENS) {
+            tile[token * CENTRE_CHUNKS + p.chunk] = w.words[i];
         }
     }
 }
@@ -95,7 +125,8 @@ __device__ __forceinline__ float centre_add(float sum, const bf16 *tile, int64_t
         }
         return sum;
     }
-    for (int i = 0; i < n; i++) {
+#pragma unroll 4
+    for (int i = 0; i < (int)n; i++) {
         sum = __fadd_rn(sum, bf16_value(tile[i * ATTENTION_CUDA_HEAD_DIM_MAX]));
     }
     return sum;
@@ -109,29 +140,20 @@ static __global__ void __launch_bounds__(CENTRE_THREADS) centre_kernel(head_tens
     const int64_t head = blockIdx.y;
     const bf16 *x = token_of(k, head, 0);
     const bool sums = threadIdx.x < k.head_dim;
-    centre_place at = {(int)k.head_dim / 8};
-    at.step = CENTRE_THREADS / at.chunks;
-    at.chunk = threadIdx.x % at.chunks;
-    at.token = (int)threadIdx.x < at.step * at.chunks ? threadIdx.x / at.chunks : CENTRE_TOKENS;
-    centre_tile next[2] = {};
+    centre_part p = centre_part_of(k, x);
+    centre_words next[2] = {};
     float mean = 0.0f;
-    centre_fetch(next[0], k, x, at, 0);
-    centre_fetch(next[1], k, x, at, CENTRE_TOKENS);
+    centre_fetch(next[0], p);
+    centre_fetch(next[1], p);
     for (int64_t first = 0; first < k.tokens; first += 2 * CENTRE_TOKENS) {
 #pragma unroll
         for (int turn = 0; turn < 2; turn++) {
-            const int64_t now = first + turn * CENTRE_TOKENS;
-#pragma unroll
-            for (int i = 0; i < CENTRE_WORDS; i++) {
-                const int token = at.token + i * at.step;
-                if (token < CENTRE_TOKENS) {
-                    tile[token * CENTRE_CHUNKS + at.chunk] = next[turn].words[i];
-                }
-            }
+            centre_put(next[turn], p, tile);
             __syncthreads();
-            centre_fetch(next[turn], k, x, at, now + 2 * CENTRE_TOKENS);
+            centre_fetch(next[turn], p);
             if (sums) {
-                mean = centre_add(mean, reinterpret_cast<const bf16 *>(tile) + threadIdx.x, k.tokens - now);
+                mean = centre_add(mean, reinterpret_cast<const bf16 *>(tile) + threadIdx.x,
+                                  k.tokens - first - turn * CENTRE_TOKENS);
             }
             __syncthreads();
         }
@@ -140,18 +162,20 @@ static __global__ void __launch_bounds__(CENTRE_THREADS) centre_kernel(head_tens
         means[threadIdx.x] = __fdiv_rn(mean, (float)k.tokens);
     }
     __syncthreads();
+    if (p.token >= p.step) {
+        return;
+    }
     const int64_t slice = (k.tokens + gridDim.x - 1) / gridDim.x, from = blockIdx.x * slice;
     const int64_t end = min(from + slice, k.tokens);
-    bf16 *to = y + head * k.tokens * k.head_dim + at.chunk * 8;
 #pragma unroll 4
-    for (int64_t t = from + at.token; at.token < CENTRE_TOKENS && t < end; t += at.step) {
+    for (int64_t t = from + p.token; t < end; t += p.step) {
         float z[8];
-        bf16x8_unpack(bf16x8_load(x + t * k.view.token_stride + at.chunk * 8), z);
+        bf16x8_unpack(bf16x8_load(x + t * k.view.token_stride + p.chunk * 8), z);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            z[j] = __fsub_rn(z[j], means[at.chunk * 8 + j]);
+            z[j] = __fsub_rn(z[j], means[p.chunk * 8 + j]);
         }
-        bf16x8_store(to + t * k.head_dim, bf16x8_pack(z));
+        bf16x8_store(y + (head * k.tokens + t) * k.head_dim + p.chunk * 8, bf16x8_pack(z));
     }
 }
 
