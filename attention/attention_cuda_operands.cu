@@ -96,6 +96,7 @@ __device__ __forceinline__ void centre_fetch(centre_words &w, centre_part &p)
     const int end = (int)min((int64_t)CENTRE_TOKENS, p.left);
 #pragma unroll
     for (int i = 0; i < CENTRE_WORDS; i++) {
+        w.words[i] = make_uint4(0, 0, 0, 0); /* adds nothing to a sum, which is never -0 */
         if (p.token + i * p.step < end) {
             w.words[i] = bf16x8_load(p.next + i * p.jump).words;
         }
@@ -115,19 +116,22 @@ __device__ __forceinline__ void centre_put(const centre_words &w, const centre_p
     }
 }
 
-/* `sum` and this thread's feature of n tokens, in their order. */
-__device__ __forceinline__ float centre_add(float sum, const bf16 *tile, int64_t n)
+/* `sum` and this thread's feature of a tile, in the order of tokens: values are fetched while those before are added.
+ */
+__device__ __forceinline__ float centre_add(float sum, const bf16 *tile)
 {
-    if (n >= CENTRE_TOKENS) {
-#pragma unroll 32
-        for (int i = 0; i < CENTRE_TOKENS; i++) {
-            sum = __fadd_rn(sum, bf16_value(tile[i * ATTENTION_CUDA_HEAD_DIM_MAX]));
+    constexpr int AHEAD = 16;
+    bf16 x[2][AHEAD];
+#pragma unroll
+    for (int i = 0; i <= CENTRE_TOKENS; i += AHEAD) {
+#pragma unroll
+        for (int a = 0; a < AHEAD && i < CENTRE_TOKENS; a++) {
+            x[i / AHEAD % 2][a] = tile[(i + a) * ATTENTION_CUDA_HEAD_DIM_MAX];
         }
-        return sum;
-    }
-#pragma unroll 4
-    for (int i = 0; i < (int)n; i++) {
-        sum = __fadd_rn(sum, bf16_value(tile[i * ATTENTION_CUDA_HEAD_DIM_MAX]));
+#pragma unroll
+        for (int a = 0; a < AHEAD && i > 0; a++) {
+            sum = __fadd_rn(sum, bf16_value(x[1 - i / AHEAD % 2][a]));
+        }
     }
     return sum;
 }
@@ -141,7 +145,7 @@ static __global__ void __launch_bounds__(CENTRE_THREADS) centre_kernel(head_tens
     const bf16 *x = token_of(k, head, 0);
     const bool sums = threadIdx.x < k.head_dim;
     centre_part p = centre_part_of(k, x);
-    centre_words next[2] = {};
+    centre_words next[2];
     float mean = 0.0f;
     centre_fetch(next[0], p);
     centre_fetch(next[1], p);
@@ -152,8 +156,7 @@ static __global__ void __launch_bounds__(CENTRE_THREADS) centre_kernel(head_tens
             __syncthreads();
             centre_fetch(next[turn], p);
             if (sums) {
-                mean = centre_add(mean, reinterpret_cast<const bf16 *>(tile) + threadIdx.x,
-                                  k.tokens - first - turn * CENTRE_TOKENS);
+                mean = centre_add(mean, reinterpret_cast<const bf16 *>(tile) + threadIdx.x);
             }
             __syncthreads();
         }
