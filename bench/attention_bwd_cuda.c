@@ -96,7 +96,7 @@ static void bench_recipe(struct cuda *cuda, const struct attention_shape *s, con
     printf("bwd B%d T%-5d %-6s %-10s %-5s %-12s:", (int)s->batch, (int)s->tokens, s->causal ? "causal" : "full",
            qk_format_names[recipe->qk], pv_format_names[recipe->pv], backward_preset_names[recipe->backward]);
     if (centred) {
-        printf(" in order %7.3f ms; dk_center %7.3f ms (+%.1f %%); k_center too %7.3f ms (+%.1f %%)\n", ms[0], ms[1],
+        printf(" in order %7.3f ms; dk_center %7.3f ms (%+.1f %%); k_center too %7.3f ms (%+.1f %%)\n", ms[0], ms[1],
                100 * (ms[1] / ms[0] - 1), ms[2], 100 * (ms[2] / ms[0] - 1));
     } else {
         printf(" any order %7.3f ms %5.0f TF/s; in order %7.3f ms %5.0f TF/s\n", ms[0], operations / ms[0], ms[1],
