@@ -57,5 +57,5 @@ void trainer_close(struct trainer *trainer);
 /* Where the data goes on after trainer->samples was set. */
 void trainer_seek(struct trainer *trainer);
 
-/* The model must hear of new weights: after initialisation, loading and every update. */
+/* Tells the model of new weights: after initialisation, loading and every update. */
 void trainer_weights_changed(struct trainer *trainer);
