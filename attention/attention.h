@@ -46,8 +46,8 @@ void attention_stats_add(struct attention_stats *sum, const struct attention_sta
  *   scratch    attention_scratch_bytes, undefined before and after
  *   stats      added to; may be NULL
  *   amax       (B, H + 2 Hkv)   fp32  in; largest |x| of each head of Q, then of K, then of V, Infinity if anything in
- *                                     it is not finite: for variants that take it (takes_amax), where whoever made Q, K
- *                                     and V knows it already. NULL: found inside, the same result
+ *                                     it is not finite: for variants that take it (takes_amax), if the caller knows it
+ *                                     already. NULL: found inside, the same result
  * A row with no visible key gives out = 0, lse_log2 = -INFINITY. Bits depend on neither B nor threads.
  * On CUDA all pointers (stats too) are device memory and the call only enqueues on cuda->stream. */
 struct attention_fwd {
@@ -85,9 +85,9 @@ struct attention_variant {
     const char *(*refuses)(const struct attention_shape *shape, const struct attention_recipe *recipe);
     size_t (*saved_bytes)(const struct attention_shape *shape, const struct attention_recipe *recipe);
     size_t (*scratch_bytes)(const struct attention_shape *shape, const struct attention_recipe *recipe);
-    /* Whether amax saves work in either pass; NULL: never. */
+    /* Whether a known amax saves work in either pass; the pointer itself NULL: never. */
     bool (*takes_amax)(const struct attention_recipe *recipe);
-    /* Why the backward of (shape, recipe) is that of another variant, else NULL. Itself NULL: it never is. */
+    /* Why another variant runs the backward of (shape, recipe), else NULL. The pointer itself NULL: none ever does. */
     const char *(*bwd_refuses)(const struct attention_shape *shape, const struct attention_recipe *recipe);
     void (*fwd)(const struct attention_fwd *a);
     void (*bwd)(const struct attention_bwd *a);

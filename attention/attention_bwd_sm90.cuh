@@ -1,8 +1,9 @@
 /* attention: what the files of the Hopper backward share (head_dim 128). For attention_bwd_sm90*.cu only.
  *
- * Unit of work: 128 keys of one kv head. It walks over 64-query tiles of each query head of its group, and makes dK and
- * dV. dQ: on the BF16 route tiles are added up in global memory (attention_bwd_sm90_bf16.cuh); on FP8 routes dS is
- * stored, and a second kernel makes dQ (attention_bwd_sm90_dq.cu). */
+ * A block of threads has one unit of work: 128 keys of one kv head. It walks over the 64-query tiles of each query head
+ * of the GQA group and accumulates dK and dV. dQ: on the BF16 route its tiles are summed in global memory
+ * (attention_bwd_sm90_bf16.cuh); on FP8 routes dS is stored, and a second kernel makes dQ (attention_bwd_sm90_dq.cu).
+ */
 #pragma once
 
 #include "attention/sm90.cuh"
@@ -24,10 +25,10 @@ struct bwd_plan {
     int tiles, blocks;                  /* of queries, of keys */
     int heads_together;                 /* kv heads whose blocks are in flight at the same time, for the L2 cache */
     bool causal;
-    float c, scale;  /* base-2 score of q.k; softmax_scale */
+    float c, scale;  /* base-2 score = c q.k; softmax_scale */
     float *dq;       /* BF16: (B, H, tiles, BWD_TILE); zero before the kernel only where sums have no order */
     float *stats;    /* (B, H, tiles, BWD_STATISTICS) */
-    uint32_t *turns; /* BF16: (B, H, tiles, 2): ordered sums: blocks that have added their half of the features */
+    uint32_t *turns; /* BF16, ordered sums: (B, H, tiles, 2): blocks of keys added so far, of each half of features */
     uint32_t *begun; /* BF16: blocks of the kernel that have begun */
     struct head_view dk, dv;
 };
@@ -38,8 +39,8 @@ struct unit {
     int block, batch, kv, first; /* first tile of queries that sees the block */
 };
 
-/* Blocks of the same few heads come together. Causal: the longest walk first, or, where sums are ordered, the shortest,
- * so that each block finds its predecessor two tiles ahead. */
+/* The unit of a block of threads: those of the same few heads are neighbours. Causal: the longest walk first, or, where
+ * sums are ordered, the shortest, so that each block finds its predecessor two tiles ahead. */
 static __device__ __forceinline__ struct unit unit_of(const struct bwd_plan &p, int index, bool ordered)
 {
     const int together = p.heads_together * p.blocks;
@@ -54,8 +55,8 @@ static __device__ __forceinline__ struct unit unit_of(const struct bwd_plan &p, 
     return u;
 }
 
-/* Tiles of one query head after the other. Without a mask and in any order each block starts elsewhere, and comes round
- * to the first head's early tiles last: fewer blocks add to one tile of dQ at a time. */
+/* The tiles of one query head after the other. Without a mask, and with unordered sums, each block starts at another
+ * tile and wraps around, so that fewer blocks add to one tile of dQ at a time. */
 struct walk {
     int head, tile, at; /* at: number of the tile among all, (b * heads + head) * tiles + tile */
 };
@@ -128,7 +129,7 @@ static __device__ __forceinline__ void mask_scores(const struct bwd_plan &p, int
 
 /* ---- memory between blocks --------------------------------------------------------------------------------- */
 
-/* [ld.acquire] What other blocks have counted up to; what they wrote before is seen. */
+/* [ld.acquire] A counter of other blocks; what they wrote before they counted is visible afterwards. */
 static __device__ __forceinline__ uint32_t turn_of(const uint32_t *turn)
 {
     uint32_t x;
@@ -138,7 +139,7 @@ static __device__ __forceinline__ uint32_t turn_of(const uint32_t *turn)
 
 /* ---- dK, dV -------------------------------------------------------------------------------------------------- */
 
-/* One rounding of this warpgroup's 64 keys, through 16 KB of shared memory, to rows of y. */
+/* Rounds this warpgroup's 64 rows once and stores them to y, through 16 KB of shared memory. */
 static __device__ __forceinline__ void store_keys(const float (&x)[64], float factor, uint32_t staging,
                                                   const char *memory, int wg, int key0, const struct bwd_plan &p,
                                                   bf16 *y, int64_t stride)

@@ -7,12 +7,13 @@
 
 #include "attention/attention.h"
 
-/* NULL, or why the hand-written backward does not run (shape, recipe), where the forward does
- * (attention_fwd_refuses_sm90: limits of size are asked for there). */
+/* NULL, or why the hand-written backward does not run (shape, recipe), given that the forward does
+ * (attention_fwd_refuses_sm90, which checks the limits of size). */
 const char *attention_bwd_refuses_sm90(const struct attention_shape *shape, const struct attention_recipe *recipe);
-/* FP8 routes keep dS, a byte an element, for as many kv heads as 1.25 GiB hold, or for one: T^2 / 2 bytes a query head
- * (2.1 GiB at T 32768 with four query heads a kv head, 34 at 131072). */
+/* FP8 routes keep dS, a byte an element, T^2 / 2 bytes a query head (causal), for as many kv heads as 1.25 GiB hold, or
+ * for one (2.0 GiB at T 32768 with four query heads a kv head, 32 at 131072). */
 size_t attention_bwd_scratch_bytes_sm90(const struct attention_shape *shape, const struct attention_recipe *recipe);
-/* As attention_variant.bwd. Views: data and all strides multiples of 16 bytes. stats is not looked at; amax only where
- * Q and K are made into gradient views from the tensors themselves (FP8 routes, qk_grad = original, no k_center). */
+/* As attention_variant.bwd. Views: data and all strides multiples of 16 bytes. stats is ignored; amax is used only
+ * where the gradient views of Q and K are made from the tensors themselves (FP8 routes, qk_grad = original, without
+ * k_center). */
 void attention_bwd_sm90(const struct attention_bwd *a);

@@ -1,26 +1,25 @@
-/* attention: what the BF16 backward on Hopper has in shared memory, and dQ, which blocks of keys add up in global
- * memory. For attention_bwd_sm90.cu.
+/* attention: shared memory of the BF16 backward on Hopper, and dQ, which blocks of keys sum in global memory. For
+ * attention_bwd_sm90.cu.
  *
- * Sums of dQ are FP32, in the order in which accumulators lie in registers: tile (b, h, t) holds two halves of 64
- * features; float4 number ((half * 4 + warp) * 8 + j) * 32 + lane is d[4 j .. 4 j + 3] of that thread
- * (attention/sm90.cuh). Any order of blocks: each warp adds its part as soon as it has it. One order: blocks take
- * turns. */
+ * Sums of dQ are FP32, laid out as accumulators lie in registers: tile (b, h, t) holds two halves of 64 features;
+ * float4 number ((half * 4 + warp) * 8 + j) * 32 + lane is d[4 j .. 4 j + 3] of that thread (attention/sm90.cuh).
+ * Unordered: each warp adds its part as soon as it has it. Ordered: blocks take turns. */
 #pragma once
 
 #include "attention/attention_bwd_sm90.cuh"
 
 /* ---- shared memory and barriers --------------------------------------------------------------------------- */
 
-/* The product dQ = dS K takes the halves of both warpgroups. It is made one tile late, so that neither waits for the
- * other. A warpgroup that writes tile i has seen the other's tile i - 2, which the other wrote when done with the
+/* The product dQ = dS K needs the halves of dS of both warpgroups. It runs one tile late, so that neither waits for the
+ * other. A warpgroup that writes dS of tile i has seen the other's of tile i - 2, which the other wrote after its
  * product of tile i - 4: hence four buffers. */
 enum {
     BWD_STAGES = 2, /* tiles of queries in shared memory */
     BWD_DS_BUFFERS = 4,
 };
 
-/* A stage is loaded, is free again; a buffer of dS is written; keys are loaded; ordered sums, of each warpgroup: its
- * half of dQ is staged, is added. */
+/* mbarriers: a stage is loaded (FULL), is free again (EMPTY); a buffer of dS is written; keys are loaded; ordered sums,
+ * for each warpgroup: its half of dQ is staged, is added. */
 enum {
     FULL = 0,
     EMPTY = BWD_STAGES,
@@ -31,7 +30,7 @@ enum {
     BARRIERS = ADDED + 2
 };
 
-/* `at`: where barriers lie behind the tiles. Ends with a barrier of the block. */
+/* `at`: offset of the mbarriers, behind the tiles. Ends with __syncthreads. */
 static __device__ __forceinline__ struct shared shared_open(char *raw, int at)
 {
     char *memory = raw + ((1024 - (shared_address(raw) & 1023)) & 1023);
@@ -74,8 +73,8 @@ static __device__ __forceinline__ void ds_wait(const struct shared &s, int step)
 
 enum { BWD_STAGING = 4096 }; /* bytes of one warp's part of a tile of dQ */
 
-/* Adds this warp's part of tile `at`; step: how many tiles the unit has done before; staging: of all warps. In order:
- * leaves it to add_in_order. */
+/* Adds this warp's part of tile `at`; step: tiles of the unit before this one; staging: of all warps. ORDERED: stages
+ * it for add_in_order. */
 template <bool ORDERED>
 static __device__ __forceinline__ void add_dq(const struct bwd_plan &p, const struct shared &s, int at, int wg,
                                               int step, const float (&x)[32], int staging)
@@ -107,7 +106,7 @@ static __device__ __forceinline__ void add_dq(const struct bwd_plan &p, const st
     }
 }
 
-/* After the last tile: the staging may be given up. */
+/* After the last tile: waits until the staging has been read. */
 template <bool ORDERED> static __device__ __forceinline__ void add_dq_close()
 {
     if (!ORDERED && (threadIdx.x & 31) == 0) {
@@ -115,8 +114,8 @@ template <bool ORDERED> static __device__ __forceinline__ void add_dq_close()
     }
 }
 
-/* Blocks that wait for lower numbers take theirs in the order in which they begin, since CUDA promises no order of
- * blockIdx. By all threads. */
+/* Blocks that wait for lower numbers take their number as they begin, since CUDA promises no order of blockIdx. By all
+ * threads. */
 static __device__ __forceinline__ int number_taken(const struct bwd_plan &p)
 {
     __shared__ int number;
@@ -127,7 +126,7 @@ static __device__ __forceinline__ int number_taken(const struct bwd_plan &p)
     return number;
 }
 
-/* Who is first stores: a dQ with ordered sums need not be zero before. */
+/* The first one stores instead of adding, so that dQ need not be zero before. */
 static __device__ __forceinline__ void add_in_turn(float *to, uint32_t from, uint32_t bytes, bool first)
 {
     if (first) {
@@ -138,9 +137,9 @@ static __device__ __forceinline__ void add_in_turn(float *to, uint32_t from, uin
     tma_store_commit();
 }
 
-/* Ordered sums, one lane beside each warpgroup: it adds what the warpgroup staged once the blocks of keys that come
- * before have added theirs (the last block is the first), waits until the sums are in memory, and hands the turn on.
- * Whose turn it is next is asked while the sums are on their way. */
+/* Ordered sums, by one lane for each warpgroup: adds what the warpgroup staged once the blocks of keys before have
+ * added theirs (the last block goes first), waits until the sums are in memory, and hands the turn on. It reads the
+ * next tile's turn while the sums are in flight. */
 static __device__ __forceinline__ void add_in_order(const struct bwd_plan &p, const struct unit &u,
                                                     const struct shared &s, int wg, int staging)
 {

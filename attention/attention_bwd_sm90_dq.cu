@@ -1,9 +1,9 @@
 /* attention: dQ of the FP8 backward on Hopper from the dS that attention_bwd_sm90_fp8.cu stored: dQ = dS K over the
- * blocks of keys that a query sees, each block's product rounded to what FP8 tensor cores keep, their sum in FP32 in
- * the order of blocks, rounded once.
+ * blocks of keys that a query sees. A block's product has the 14 bits of FP8 tensor cores; products are added in FP32,
+ * in the order of blocks, and rounded once.
  *
- * A block has 128 queries of two heads of a kv head, one each warpgroup (the last one twice where their number is odd:
- * both then store the same), so that K is read once for both. The longest come first. */
+ * A block of threads has 128 queries of two query heads of a kv head, one for each warpgroup, so that K is read once
+ * for both. (Where the GQA group is odd, both make the last head and store the same.) The longest come first. */
 #include "attention/attention_bwd_sm90_fp8.cuh"
 
 enum {
@@ -17,9 +17,9 @@ enum {
 
 static_assert((int)BWD8_PAIR == 16384 && (int)BWD8_KEYS / 2 == 16384, "a warpgroup stages 64 rows of dQ in 16 KB");
 
-/* What a block makes. */
+/* What a block of threads makes. */
 struct dq_unit {
-    int batch, kv, head0, head1, pair, blocks; /* heads of the batch; blocks of keys */
+    int batch, kv, head0, head1, pair, blocks; /* heads within the batch; pair of query tiles; blocks of keys */
 };
 
 static __device__ __forceinline__ struct dq_unit dq_unit_of(const struct bwd_plan &p, int first)

@@ -1,9 +1,9 @@
-/* attention: what the FP8 backward on Hopper must know of a kv head and its query heads before it can round anything:
- * maxima over all their tokens, and the powers of two that follow (struct bwd_facts). For
+/* attention: what the FP8 backward on Hopper must know of a kv head and its query heads before it can quantise: amax
+ * and largest row norms over all tokens, and the power-of-two scales that follow (struct bwd_facts). For
  * attention_bwd_sm90_publish.cu.
  *
- * Blocks that measure and blocks that publish are blocks of one kernel; the latter wait until the facts of their kv
- * head are complete. What they read then lies in the L2 cache still. */
+ * One kernel has measuring and publishing blocks. A publishing block waits until the facts of its kv head are complete;
+ * what it reads is then still in the L2 cache. */
 #pragma once
 
 #include "attention/attention_bwd_sm90_fp8.cuh"
@@ -15,7 +15,7 @@ enum {
     PUBLISH_THREADS = 256,
     PUBLISH_WARPS = PUBLISH_THREADS / 32,
     PUBLISH_ROWS = PUBLISH_THREADS / 16, /* 16 threads hold a row */
-    FACT_TOKENS = 2 * PUBLISH_ROWS,      /* of a block that measures, of all heads: few, so that it ends soon */
+    FACT_TOKENS = 2 * PUBLISH_ROWS,      /* of a measuring block, of all heads: few, so that it ends soon */
     FACT_HEADS = 4,                      /* at a time */
 };
 
@@ -60,7 +60,7 @@ static __device__ __forceinline__ void load_rows(uint4 *x, const struct head_vie
     }
 }
 
-/* Sums of four rows, each over the 16 lanes that hold it, in the order of a butterfly; this lane's is that of row
+/* Sums of four rows, each over the 16 lanes that hold it, in the order of a butterfly; this lane gets that of row
  * row_of_sum(). */
 static __device__ __forceinline__ float sum16(const float (&x)[4])
 {
@@ -79,7 +79,7 @@ static __device__ __forceinline__ int row_of_sum()
 
 /* ---- powers of two ----------------------------------------------------------------------------------------- */
 
-/* The multiplier of V as dP takes it. */
+/* The scale of V in dP. */
 static __device__ __forceinline__ float lift_of_values(const struct bwd8_plan &p, float amax)
 {
     return p.rules.value_e4m3 ? value_lift(amax) : pow2_scale_of(amax, E4M3_MAX);
@@ -103,8 +103,8 @@ static __device__ __noinline__ struct bwd_lifts lifts_from(const struct bwd_rule
 /* The facts of the rows that one thread has seen, numbered as struct bwd_facts. */
 enum { FACT_DOUT, FACT_DOUT_NORM, FACT_Q, FACT_K, FACT_V, FACT_V_NORM, FACTS };
 
-/* `most`, and the magnitudes of N x 8 BF16 values: two maxima side by side; bits of |x| grow with |x|, NaN above all.
- */
+/* Maximum of `most` and the magnitudes of N x 8 BF16 values, as two maxima side by side; bits are ordered as |x| is,
+ * NaN above all. */
 template <int N> static __device__ __forceinline__ uint32_t amax2(uint32_t most, const uint4 *x)
 {
 #pragma unroll
@@ -128,8 +128,8 @@ static __device__ __forceinline__ uint32_t norm_of(const float (&squares)[4], fl
     return __float_as_uint(sqrtf(sum16(squares)) * factor) & 0x7fffffffu;
 }
 
-/* Of 4 rows of x, in which no magnitude of the warp is above `most` (bits of a float): by a power of two they come to
- * about 1, whose square is far from both ends of FP32. */
+/* norm_of 4 rows of x, in which no magnitude of the warp is above `most` (bits of a float). A power of two brings them
+ * to about 1, so that squares stay within FP32. */
 static __device__ __forceinline__ uint32_t norm_most(const uint4 *x, uint32_t most)
 {
     const uint32_t binade = min(max(most >> 23, 1u), 253u);
@@ -148,7 +148,7 @@ static __device__ __forceinline__ uint32_t norm_most(const uint4 *x, uint32_t mo
     return norm_of(squares, up);
 }
 
-/* Of 4 rows as E4M3 holds them, multiplied by lift. */
+/* norm_of 4 rows as E4M3(lift x) / lift. */
 static __device__ __forceinline__ uint32_t coded_norm_most(const uint4 *x, float lift)
 {
     float squares[4] = {};
@@ -165,7 +165,8 @@ static __device__ __forceinline__ uint32_t coded_norm_most(const uint4 *x, float
     return norm_of(squares, 1.0f / lift);
 }
 
-/* [atom.add, acq_rel] What this thread, and those it met at barriers, wrote before is seen by whoever finds the sum. */
+/* [atom.add, acq_rel] What this thread, and those it met at barriers, wrote before is visible to who reads the count.
+ */
 static __device__ __forceinline__ uint32_t count_one(uint32_t *counter)
 {
     uint32_t before;
@@ -173,8 +174,8 @@ static __device__ __forceinline__ uint32_t count_one(uint32_t *counter)
     return before;
 }
 
-/* The largest of the block in each word, to global memory; a maximum has no order. Thread 0 counts the block; its
- * result is how many came before. */
+/* Raises the facts in global memory to the block's maxima (a maximum needs no order), then counts the block. Returns
+ * how many were counted before. */
 static __device__ __forceinline__ uint32_t raise(struct bwd_facts *f, const uint32_t (&most)[FACTS])
 {
     __shared__ uint32_t warps[PUBLISH_WARPS][FACTS];
@@ -207,7 +208,7 @@ static __device__ __forceinline__ uint32_t raise(struct bwd_facts *f, const uint
     return before;
 }
 
-/* A V whose multiplier is not the one that measure() took for granted: its norm again. */
+/* The norm of V once more, where its scale is not the one that measure() assumed. */
 static __device__ __forceinline__ uint32_t norm_again(const struct head_view &v, int batch, int head, int tokens,
                                                       float lift)
 {
@@ -238,7 +239,7 @@ static __device__ __forceinline__ void take_amax(const struct bwd8_plan &p, cons
     f.k = __float_as_uint(amax[p.b.heads + kv]);
 }
 
-/* By the block that measured last: the powers of two. */
+/* By the block that measured last: computes the scales. */
 static __device__ __forceinline__ void conclude(const struct bwd8_plan &p, const struct bwd8_inputs &in, int unit)
 {
     struct bwd_facts *f = p.facts + unit;

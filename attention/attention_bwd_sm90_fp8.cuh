@@ -1,6 +1,6 @@
 /* attention: operands of the FP8 backward on Hopper (docs/numerics.md, sections 7 and 8). For attention_bwd_sm90*.cu.
  *
- * Operands are published tile by tile, as shared memory holds them, so that one bulk copy fetches a tile.
+ * Operands are published in tiles laid out as in shared memory, so that one bulk copy loads a tile.
  *   queries (b, h, tile of 64):  dO row  64 x 128 E4M3 or E5M2, SWIZZLE_128B
  *                                dO col 128 x 64, queries of each 16 in order pi1, SWIZZLE_64B
  *                                Q col  128 x 64 E4M3, likewise
@@ -36,7 +36,7 @@ struct bwd_lifts {
 struct bwd_facts {
     uint32_t dout, dout_norm, q, k, v, v_norm; /* _norm: largest norm of a row */
     uint32_t measured;                         /* blocks that went into them, plus 1 when lifts are known */
-    uint32_t begun;                            /* of the first: blocks of publishing that have begun */
+    uint32_t begun;                            /* in the first entry: blocks of the kernel that have begun */
     struct bwd_lifts lifts;
 };
 
@@ -62,7 +62,7 @@ struct bwd8_plan {
     struct bwd_plan b;
     struct bwd_rules rules;
     struct bwd_map map;
-    float shift; /* the code of P is 2^shift P, times ds_factor and dv_factor the value that dS, dV take */
+    float shift; /* codes of P are 2^shift P; times ds_factor, dv_factor they are the P in dS, in dV */
     float ds_factor, dv_factor;
     struct bwd_facts *facts; /* of each (b, kv head) */
     uint8_t *queries, *keys;
@@ -78,7 +78,7 @@ static __device__ __forceinline__ struct bwd_lifts lifts_of(const struct bwd8_pl
     return p.facts[unit].lifts;
 }
 
-/* Pairs of tiles and blocks of keys of one query head: causal ones where the block is seen. */
+/* Number of (pair of tiles, block of keys) of one query head; causal: of those where the block is seen. */
 static __host__ __device__ __forceinline__ int64_t pairs_of_head(const struct bwd_plan &p)
 {
     return p.causal ? (int64_t)p.blocks * (p.blocks + 1) / 2 : (int64_t)p.blocks * p.blocks;
@@ -91,8 +91,8 @@ static __device__ __forceinline__ uint8_t *pair_at(const struct bwd8_plan &p, in
     return p.ds + (head * pairs_of_head(p.b) + before) * BWD8_PAIR;
 }
 
-/* [Matrix Descriptor] of a tile as operand_k_major makes it, `at` bytes behind `base`, and of a stage: one addition to
- * what the loop keeps. Likewise operand_k_major_64. */
+/* [Matrix Descriptor] operand_k_major, and below operand_k_major_64, of a tile `at` bytes behind `base` in stage
+ * `stage` of `bytes` bytes, by one addition to what the loop keeps. */
 static __device__ __forceinline__ uint64_t operand_at(uint32_t base, uint32_t at, uint32_t stage = 0,
                                                       uint32_t bytes = 0)
 {
@@ -106,7 +106,7 @@ static __device__ __forceinline__ uint64_t operand_64_at(uint32_t base, uint32_t
            ((base >> 4) + (at >> 4 | 1u << 16) + stage * (bytes >> 4));
 }
 
-/* Enqueues everything up to the operands and statistics. K and V as the recipe's views want them. */
+/* Enqueues the publishing of operands and statistics. */
 struct bwd8_inputs {
     struct head_view q, k, v, out, dout; /* q, k: of the gradient views; v: of dP */
     const float *lse;
@@ -114,7 +114,7 @@ struct bwd8_inputs {
 };
 void bwd8_publish(const struct cuda *on, const struct bwd8_plan &p, const struct bwd8_inputs &in);
 
-/* The kernels' half of the plan (attention_bwd_sm90_fp8.cu), and the bytes of scratch it takes. run publishes, and
+/* The kernels' half of the plan (attention_bwd_sm90_fp8.cu), and the bytes of scratch it takes. bwd8_run publishes, and
  * makes dQ, dK, dV. centred: bwd8_centred_bytes more. */
 struct bwd8_plan bwd8_plan_of(const struct bwd_plan &base, const struct attention_recipe *recipe, void *scratch,
                               size_t *bytes);

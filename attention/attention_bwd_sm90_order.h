@@ -1,8 +1,9 @@
-/* attention: the order in which blocks of the FP8 backward's publishing work on Hopper, for its kernel and its test.
+/* attention: the schedule of blocks of the FP8 backward's publishing on Hopper, for its kernel and its test.
  *
- * Each kv head is `each` blocks that measure and `others` that publish; who publishes waits until its head is measured.
- * Measuring runs a head and some blocks ahead, so that few find facts missing, and then shares a head's blocks evenly:
- * what was measured lies in the L2 cache still when it is published. Who waits, waits for lower numbers. */
+ * A kv head has `each` measuring blocks and `others` publishing ones, which wait until their head is measured.
+ * Measuring runs one head and PUBLISH_AHEAD blocks ahead, so that few publishers wait, and is then interleaved evenly
+ * with publishing, so that what was measured is still in the L2 cache when it is published. Blocks wait for lower
+ * numbers only: no deadlock. */
 #pragma once
 
 #include <stdint.h>
@@ -20,8 +21,8 @@ struct publish_order {
     uint32_t share;                 /* of `each` in each + others, in 2^-32, rounded up */
 };
 
-/* What block `number` does: measures block `measures` of all (unit by unit, `each` of them), or is the one of number
- * `publishes` from the end of unit's others; the other is -1. Both: nothing is left to measure. */
+/* What block `number` does. measures: it is this measuring block, counted over all units; publishes: it is this
+ * publishing block of `unit`, counted from the end; -1: it is none. Both -1: nothing is left to measure. */
 struct publish_place {
     int unit, measures, publishes;
 };

@@ -41,9 +41,8 @@ static __device__ __forceinline__ uint2 only_if(bool yes, uint2 x)
     return make_uint2(yes ? x.x : 0, yes ? x.y : 0);
 }
 
-/* Codes of a tile in shared memory, row by row. Behind each 16 rows (a chunk of a column) come bytes that spread the
- * chunks, which lanes read side by side, over the banks: 4 chunks and 8 words of 64 rows, 8 chunks and 4 words of 128.
- */
+/* Codes of a tile in shared memory, row by row. Padding behind each 16 rows (a chunk of a column) spreads the chunks
+ * that lanes read together over the banks: 4 chunks and 8 words of 64 rows, 8 chunks and 4 words of 128. */
 template <int ROWS> struct code_tile {
     static constexpr int CHUNKS = ROWS / 16, CHUNK = 16 * BWD_FEATURES + 128 / CHUNKS;
     static constexpr int BYTES = CHUNKS * CHUNK;
@@ -118,7 +117,8 @@ static __device__ __forceinline__ uint2 encode_dout(const struct bwd8_plan &p, u
     return codes;
 }
 
-/* The first statistic of a tile's rows, what the kernel subtracts from base-2 scores; folds. By 64 threads. */
+/* Writes the first statistic of a tile's rows, which the kernel subtracts from base-2 scores, and the folds 2^-f. By 64
+ * threads. */
 static __device__ __forceinline__ void start_rows(const struct bwd8_plan &p, const float *lse, int row, int left,
                                                   float *stats, float *folds)
 {
@@ -201,8 +201,7 @@ static __device__ __forceinline__ void publish_keys(const struct bwd8_plan &p, c
 
 /* ---- kernel ------------------------------------------------------------------------------------------------ */
 
-/* The number of a block is the order in which it began, for nobody promises that it is blockIdx: those it waits for are
- * running. */
+/* Blocks are numbered as they begin, since CUDA promises no order of blockIdx: so those that a block waits for run. */
 static __device__ __forceinline__ int number_of_block(const struct bwd8_plan &p)
 {
     __shared__ int number;
@@ -213,7 +212,7 @@ static __device__ __forceinline__ int number_of_block(const struct bwd8_plan &p)
     return number;
 }
 
-/* Publishing runs from a head's end on: the L2 cache has the last tokens still. */
+/* A head is published from its end backwards: its last tokens are still in the L2 cache. */
 static __global__ void __launch_bounds__(PUBLISH_THREADS, 3)
     publish_kernel(const struct bwd8_plan p, const struct bwd8_inputs in, const struct publish_order o)
 {

@@ -44,7 +44,7 @@ struct head_tensor {
 };
 
 /* What is known of one (batch, head). Written by attention_measure_cuda; maxima and integer counts only, so the order
- * of the atomics is no matter. */
+ * of the atomics does not matter. */
 struct head_facts {
     uint32_t amax;       /* bits of max |x| as FP32; those of Inf if anything is not finite */
     uint32_t non_finite; /* NaNs and infinities */

@@ -1,5 +1,5 @@
-/* attention: the last steps of the CUDA backward: dQ leaves with its factor and one rounding, with the sums over rows
- * that attention_stats wants; dK less its mean over keys; the statistics of the call. */
+/* attention: the last steps of the CUDA backward: dQ is scaled and rounded once, and sums of the rows of dS go to the
+ * statistics; dK less its mean over keys; the statistics of the call. */
 #include "attention/attention_cuda_bwd.cuh"
 
 enum { MEAN_THREADS = 1024, STATS_THREADS = 256 };

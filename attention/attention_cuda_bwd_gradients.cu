@@ -1,14 +1,13 @@
-/* attention: the gradients of the CUDA backward. A block of threads owns 128 keys of one kv head and meets all query
- * rows that see them, 64 at a time, the query heads of the kv head one after the other: dK and dV stay in registers.
+/* attention: the gradients of the CUDA backward. A block of threads owns 128 keys of one kv head and walks over all
+ * query rows that see them, 64 at a time, one query head of the GQA group after the other; dK and dV stay in registers.
  *
- * dQ of 64 rows is a sum over blocks of keys. It grows in global memory, FP32, in ascending order of keys: every warp
- * has a part of its own and a turn counter for it, waits until the block of keys before has added, adds, and lets the
- * next go on. Blocks take their keys from a ticket, lowest first, so that whoever waits, waits for one that already
- * runs.
+ * dQ of 64 rows is a sum over blocks of keys, in global memory, FP32, in ascending order of keys. Every warp has its
+ * own part and a turn counter for it: it waits until the preceding block of keys has added, adds, and hands the turn
+ * on. Blocks take their keys from a ticket, lowest first, so that a block only waits for blocks that already run.
  *
- * Eight warps. For scores and dP they lie 2 x 4 over 64 rows x 128 keys, 32 x 32 each; P and dS go through shared
- * memory, where the warps meet them again as 4 x 2 over 128 keys x D (dK, dV) and as 2 x 4 over 64 rows x D (dQ). Q,
- * dO' and the view of Q are loaded one step ahead. */
+ * Eight warps: 2 x 4 over 64 rows x 128 keys for scores and dP (32 x 32 each). P and dS go through shared memory, from
+ * which the warps work as 4 x 2 over 128 keys x D (dK, dV) and as 2 x 4 over 64 rows x D (dQ). Q, dO' and the view of Q
+ * are loaded one step ahead. */
 #include "attention/attention_cuda_bwd_steps.cuh"
 
 /* ---- the kernel -------------------------------------------------------------------------------------------- */

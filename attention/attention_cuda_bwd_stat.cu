@@ -1,7 +1,7 @@
 /* attention: what needs whole rows of P and dP before dS can be made: the statistic of `recentred`, and the planted
  * error of debug_leak. Rare, so it is a pass of its own over the keys.
  *
- * A block of threads owns 128 query rows of one head, each of its four warps 32 of them, and meets the keys that they
+ * A block of threads owns 128 query rows of one head, 32 for each of its four warps, and walks over the keys that they
  * see, 32 at a time. */
 #include "attention/attention_cuda_bwd.cuh"
 #include "attention/attention_cuda_bwd_codes.cuh"

@@ -1,10 +1,10 @@
 /* attention: the forward kernel of the variant "cuda" (docs/numerics.md, section 5).
  *
  * A block of threads owns 128 query rows of one head; tiles of 64 keys go through two stages of shared memory. A warp
- * owns M tiles of 16 rows. Inside a tile of keys it takes 32 at a time, the block of MXFP4: scores, anchor, P, O += P
- * V, all in registers. What is rare lies off the straight path: moving an anchor, masks, the V of diagonal blocks (read
- * from global memory). M = 2 halves what is read from shared memory, M = 1 doubles the warps that hide latencies: FP4,
- * which has the longest way from score to code, takes 1 (measured: docs/results/attention_cuda.md). */
+ * owns M tiles of 16 rows. Of a tile of keys it takes 32 at a time, the block of MXFP4: scores, anchor, P, O += P V,
+ * all in registers. Rare cases are off the fast path: moving an anchor, masks, the V of diagonal blocks (read from
+ * global memory). M = 2 halves what is read from shared memory, M = 1 doubles the warps that hide latencies: FP4, whose
+ * codes take longest, has M = 1 (measured: docs/results/attention_cuda.md). */
 #include "attention/attention_cuda_fwd_rows.cuh"
 
 enum { STAGES = 2 };

@@ -1,4 +1,4 @@
-/* attention: the rows of the forward kernel of the variant "cuda": masks, anchors, P, and what leaves at the end. */
+/* attention: the rows of the forward kernel of the variant "cuda": masks, anchors, P, and the outputs at the end. */
 #pragma once
 
 #include "attention/attention_cuda_fwd.cuh"
@@ -150,8 +150,8 @@ __device__ __forceinline__ float close_row(const fwd_call &f, row_state &row, in
     return sum == 0.0f ? 0.0f : __fmul_rn(sum, f.v_unit);
 }
 
-/* O of 16 rows leaves through the shared memory that held their Q, 16 bytes at a time. `row`: first row within the
- * block; room NULL: nobody asks for non-finite values. */
+/* Stores O of 16 rows through the shared memory that held their Q, 16 bytes at a time. `row`: first row within the
+ * block; room NULL: non-finite values are not counted. */
 template <int W>
 __device__ __forceinline__ void store_rows(const fwd_call &f, bf16 *out, char *tile, int row, int first_row,
                                            const float (&o)[W / 8][4], row_part *room)

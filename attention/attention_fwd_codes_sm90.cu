@@ -1,20 +1,20 @@
-/* attention: the forward with coded probabilities on Hopper: scores from BF16 or E4M3 operands, P V in FP8. See
- * attention_fwd_sm90.cuh for the shape of the work.
+/* attention: the forward with coded probabilities on Hopper: scores from BF16 or E4M3 operands, P V in FP8.
+ * attention_fwd_sm90.cuh describes tiles and pipeline.
  *
- * Codes take longer to make than their products, so three consumer warpgroups share the tensor cores: each does scores,
- * codes, P V of a block one after the other (P V into the registers of the scores) while the others do something else.
+ * Making codes takes longer than the products, so three consumer warpgroups share the tensor cores. Each does scores,
+ * codes and P V of a block in sequence (P V into the registers of the scores), while the others are at other steps.
  *
- * FP8 products keep about 14 bits in their running sum: every block of 128 keys is multiplied into registers of its own
- * and added in FP32, in the multiply-add that the moving anchor needs anyway. Columns 128 to 135 of the product are
- * sums of the codes, of one key in eight each: an alignment of products to the largest one, which is what drops small
- * codes beside a large one, then touches one sum in eight. */
+ * The running sum of FP8 products keeps about 14 bits (docs/numerics.md, section 17). So each block of 128 keys has
+ * fresh accumulators, which are added in FP32 by the multiply-add that rescales to the new anchor anyway. Columns 128
+ * to 135 of the product sum the codes of P, each of every eighth key: tensor cores align products to the largest one,
+ * which drops small codes beside a large one; so that happens in one sum of eight only. */
 #include "attention/attention_fwd_codes_sm90.cuh"
 
 extern "C" {
 #include "attention/attention_sm90.h"
 }
 
-/* Sums of one tile relative to 2^(anchor - lift): O, and the thread's share of L. */
+/* Running sums of a tile, relative to 2^(anchor - lift): O, and this thread's share of L. */
 struct code_sums {
     float o[64], l[2];
 };
@@ -34,7 +34,7 @@ __device__ __forceinline__ void values(float (&d)[N / 2], const uint32_t (&p)[16
     wgmma_commit();
 }
 
-/* Columns from `first` on. */
+/* Rescales the sums by factor and adds a block's product, whose first column is `first`. */
 template <int N>
 __device__ __forceinline__ void accumulate(struct code_sums &sums, int first, const float (&block)[N],
                                            const float (&factor)[2])
@@ -54,8 +54,9 @@ __device__ __forceinline__ void accumulate(struct code_sums &sums, int first, co
     }
 }
 
-/* Adds P V of a block, which is given back; MEANWHILE runs under the products. SPLIT: in two products, so that the
- * first sums are taken on under the second: faster where scores are E4M3, slower where they are not. */
+/* Adds P V of a block and frees its stage; meanwhile() runs while the products are in flight. SPLIT: two products:
+ * faster with E4M3 scores, slower with BF16 ones. (Not because the first sums run under the second product: ptxas puts
+ * both waits side by side. Held apart they are slower.) */
 template <enum code_kind KIND, bool SPLIT, class MEANWHILE>
 __device__ __forceinline__ void add_values(struct code_sums &sums, const uint32_t (&p)[16], uint64_t v,
                                            const float (&factor)[2], uint32_t empty, const MEANWHILE &meanwhile)
@@ -83,7 +84,7 @@ __device__ __forceinline__ void add_values(struct code_sums &sums, const uint32_
     }
 }
 
-/* Where a consumer stands in the rings, and its operands: the lower words of descriptors. */
+/* A consumer's positions in the rings, and its operands: the lower words of descriptors. */
 struct consumer {
     struct ring kv;
     int tiles;           /* taken before the present one */
@@ -91,8 +92,8 @@ struct consumer {
     uint32_t q, k, v;
 };
 
-/* The lower word of a descriptor, in a uniform register: ptxas computes what it can again before each product, by ten
- * instructions in a row, but not a reduction over the warp. */
+/* Keeps the lower word of a descriptor in a uniform register: ptxas would recompute it before each product, by ten
+ * dependent instructions, but does not recompute a warp reduction. */
 __device__ __forceinline__ uint32_t kept(uint32_t lower)
 {
     return __reduce_max_sync(0xffffffffu, lower);
@@ -134,8 +135,8 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
         stage_rows<layout>(s, sums.o, inverse, count, warpgroup);
     }
 
-    /* A block that none of this warpgroup's rows sees. It must have arrived: one that is given back before would count
-     * for the block that the slot held before. */
+    /* Skips a block that none of this warpgroup's rows sees. It waits for the block first: a stage freed earlier would
+     * count for the block that it held before. */
     static __device__ __forceinline__ void pass_block(shared &s, struct consumer &w)
     {
         take_turn(w);
@@ -147,8 +148,8 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
         w.kv.next(layout::STAGES);
     }
 
-    /* Codes of a block whose V has arrived then. The wait for V stands where its branch keeps exponentials in their
-     * place, as far as that was worth it: ptxas moves them across a barrier, but not across a branch. */
+    /* Codes of a block; its V has arrived when this returns. The waits for V stand where their branches keep
+     * exponentials in place, where that paid: ptxas moves them across a barrier, but not across a branch. */
     static __device__ __forceinline__ void make_codes(const float (&score)[64], struct code_rows &r, float c,
                                                       const struct mx_rule &rule, shared &s, const struct consumer &w,
                                                       uint32_t (&p)[16])
@@ -238,8 +239,8 @@ template <enum code_kind KIND, bool SCORES8> struct codes_kernel {
     }
 };
 
-/* The eight rows behind the 128 features of every V slot. Their pattern repeats every 8 bytes, so the swizzle, which
- * moves 16 bytes at a time, does not matter. */
+/* Writes the eight rows of ones behind the 128 features of every V slot. Their pattern repeats every 8 bytes, so that
+ * the swizzle, which moves 16 bytes at a time, does not matter. */
 template <class LAYOUT> __device__ __forceinline__ void write_ones(typename LAYOUT::shared &s)
 {
     for (int i = (int)threadIdx.x; i < LAYOUT::STAGES * 256; i += LAYOUT::THREADS) {
@@ -330,8 +331,8 @@ static CUtensorMap column_map(const struct cuda *on, const void *data, int64_t p
     return tensor_map(on, &s);
 }
 
-/* K for BLOCKED keys, as a box of 128 keys comes to shared memory: 64 features (128 of E4M3), then e, c, j of key
- * 32 c + 2 j + e, then heads. Batches and the first key are counted in e, which steps by a token. */
+/* Tensor map of K with BLOCKED keys. Dimensions of a box of 128 keys: 64 features (128 of E4M3), then e, c, j of key
+ * 32 c + 2 j + e, then heads. Coordinate e, which steps by a token, also selects the batch and the first key. */
 static CUtensorMap blocked_map(const struct cuda *on, const void *data, bool e4m3, uint64_t token, uint64_t head,
                                uint64_t tokens, uint64_t heads)
 {
@@ -357,7 +358,7 @@ static CUtensorMap blocked_map(const struct cuda *on, const void *data, bool e4m
     return tensor_map(on, &s);
 }
 
-/* K where keys are BLOCKED. Batches that are no whole number of tokens apart are beyond the map of rank 5. */
+/* K with BLOCKED keys. A batch stride that is no multiple of the token stride does not fit into the map of rank 5. */
 static void blocked_keys(const struct attention_fwd *a, const struct attention_operands_sm90 *x, struct fwd_maps *maps,
                          struct fwd_args *args)
 {

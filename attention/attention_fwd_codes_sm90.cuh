@@ -1,14 +1,13 @@
-/* attention: from scores to codes of P on Hopper (docs/numerics.md, section 5 steps 2 to 4), in the registers that the
- * product P V takes them from. See sm90.cuh for who holds what: a thread has 32 of the 128 keys of two rows. For MXFP4
- * these are neighbours, one block (BLOCKED keys, attention_fwd_sm90.cuh), so that a thread finds the exponents of its
- * two blocks alone. */
+/* attention: from scores to codes of P on Hopper (docs/numerics.md, section 5 steps 2 to 4), as the A registers of the
+ * product P V. A thread has 32 of the 128 keys of two rows (layout: sm90.cuh). For MXFP4 these are consecutive keys,
+ * one block (BLOCKED keys, attention_fwd_sm90.cuh): a thread finds the exponents of its two blocks by itself. */
 #pragma once
 
 #include "attention/attention_fwd_sm90.cuh"
 #include "attention/direct_p_sm90.cuh"
 
 /* How P becomes codes: E4M3 of 2^(t - a + 8), or E2M1 with a power of two per 32 keys, carried in E5M2 as
- * q 2^(E - a + 13). A block with E below a - 26 is coded as if E were that. */
+ * q 2^(E - a + 13). A block with E below a - 26 is coded as if E were a - 26. */
 enum code_kind { CODES_FP8, CODES_MX_EXACT, CODES_MX_CODE_SPACE, CODES_MX_AFFINE };
 
 #define FP8_LIFT 8.0f
@@ -20,28 +19,29 @@ struct mx_rule {
     float bias;      /* a block's exponent is floor(max + bias): 1 - log2 1.5, to the nearest power of two; OCP: -2 */
     float amplitude; /* added to x: log2 6; OCP 0 */
     struct direct_line line;
-    uint32_t ones; /* a pair of 1 in FP16, where ptxas does not know it */
+    uint32_t ones; /* a pair of 1 in FP16 that ptxas cannot take for a constant */
 };
 
-/* floor and ceil by the rounding of one addition, for magnitudes below 2^22 (the instruction made for it has the
+/* floor and ceil by the rounding of one addition, for magnitudes below 2^22 (the dedicated instruction has only the
  * throughput of ex2): floor(x) = __fadd_rd(x, WHOLE) - WHOLE. Differences of such sums are differences of their bits.
  */
 #define WHOLE 0x1.8p23f
 
-/* What a thread keeps of its two rows: integer anchors plus WHOLE, and the factor that brings older sums to them.
- * MXFP4's anchor is the largest exponent so far. */
+/* What a thread keeps of its two rows: the running integer anchors, plus WHOLE, and the factors that rescale earlier
+ * sums to them. MXFP4's anchor is the largest block exponent so far. */
 struct code_rows {
     float anchor[2], factor[2];
 };
 
-/* Beside products that keep the tensor cores busy an instruction of the ALU (maximum, conversion, PRMT, logic, shift)
- * takes four clocks of a scheduler instead of two, and so do IMAD and HFMA2; ex2 nine instead of eight; FP32 additions
- * and multiply-adds stay near one. So ALU instructions are what is counted below.
+/* While the tensor cores are busy, an ALU instruction (maximum, conversion, PRMT, logic, shift) takes four clocks of a
+ * scheduler instead of two, and so do IMAD and HFMA2; ex2 takes nine instead of eight; FP32 additions and multiply-adds
+ * stay near one. So the code below saves ALU instructions.
  *
- * Exponentials are what warpgroups take turns at, the first quarter of a block's: take() waits for the turn, give()
- * hands it on. Left alone warpgroups drift together, and then the tensor cores are idle while all of them make codes.
- * Maxima by integers are right but where all scores of a thread are negative; what follows from them is used on the
- * belief that it is, and a vote that comes back under the first exponentials repeats these if not. */
+ * Warpgroups take turns at the first exponentials of a block: take() waits for the turn, give() hands it on. Without
+ * turns they fall into step, and the tensor cores idle while all of them make codes.
+ *
+ * Integer maxima are right unless all scores of a thread are negative. They are used speculatively: a warp vote, whose
+ * result arrives during the first exponentials, repeats these if a maximum was wrong. */
 
 /* ---- maxima ------------------------------------------------------------------------------------------------ */
 
@@ -76,7 +76,7 @@ __device__ __forceinline__ int min3(int a, int b, int c)
 }
 
 /* Largest of the thread's 32 scores of each row, where that is not negative. Floats are ordered like integers unless
- * both are negative, where the order is the other way round. A NaN is one if positive, as tensor cores make it. */
+ * both are negative, where the order is the other way round. A positive NaN, as tensor cores make it, is largest. */
 __device__ __forceinline__ void largest_scores(const float (&s)[64], int (&largest)[2])
 {
     largest[0] = reduced<max3>(s, 0);
@@ -85,12 +85,12 @@ __device__ __forceinline__ void largest_scores(const float (&s)[64], int (&large
 
 /* ---- MXFP4 ------------------------------------------------------------------------------------------------- */
 
-/* E5M2 bytes of the E2M1 values 6 6 4 3 2 1.5 1 .5 times a power of two, which keeps all normal. */
+/* E5M2 bytes of the E2M1 values 6 6 4 3 2 1.5 1 .5 times a power of two that keeps all normal. */
 struct code_table {
     uint32_t low, high;
 };
 
-/* 2^(exponent - anchor + MX_LIFT) */
+/* The power of two is 2^(exponent - anchor + MX_LIFT). */
 __device__ __forceinline__ struct code_table code_table_of(float exponent, float anchor)
 {
     const uint32_t shift = __float_as_uint(exponent) - __float_as_uint(anchor);
@@ -104,12 +104,12 @@ __device__ __forceinline__ uint32_t upper_bytes(uint32_t low, uint32_t high)
     return bytes_by(low, high, 0x7531);
 }
 
-/* Selectors: eight codes of a row, 4 bits each, value i in nibble i: 8 less the code (6 is 0 or 1), so that a byte
- * selector of the table takes 1 to 7 and 0 as values, and 8, a zero, as the sign of byte 0, which is 0.
+/* A selector is eight codes of a row, value i in nibble i, as 8 less the E2M1 code (for 6: 0 or 1). As a selector of
+ * bytes_by 0 to 7 pick a value of the table, and 8, code 0, replicates the sign of byte 0, which is zero.
  *
- * Eight values y 2^-14, y below 10. Truncation to FP16 has 2^-14 as its least normal number, so that upper bytes b of
- * FP16 codes are E2M1 codes with one more bit of mantissa: (b + 1) / 2 rounds (exact ties, which go up, cannot occur in
- * 2^x but for x = -2), and 8 - (b + 1) / 2 = (16 - b) / 2 is never negative. PACK: to FP16. */
+ * x: eight values y 2^-14, y below 10. The least normal number of FP16 is 2^-14, so that the upper byte b of a
+ * truncated FP16 code is an E2M1 code with one more mantissa bit: (b + 1) / 2 rounds it (exact ties go up; 2^x has one
+ * only at x = -2), and 8 - (b + 1) / 2 = (16 - b) / 2 is never negative. PACK: to FP16. */
 template <uint32_t (*PACK)(float, float)> __device__ __forceinline__ uint32_t e2m1_selector(const float (&x)[8])
 {
     const uint32_t even = upper_bytes(PACK(x[0], x[2]), PACK(x[4], x[6]));
@@ -117,7 +117,7 @@ template <uint32_t (*PACK)(float, float)> __device__ __forceinline__ uint32_t e2
     return bits_of_either(0x0f0f0f0fu, (0x10101010u - even) >> 1, 0x80808080u - 8u * odd);
 }
 
-/* Eight lines of code_space. Sums of FP16 codes count modulo 2^32 what 1536 adds to each. */
+/* The same of eight values of code_space's line. The 1536 in each FP16 code is taken off the sum, modulo 2^32. */
 __device__ __forceinline__ uint32_t code_space_selector(const float (&y)[8])
 {
     uint32_t whole[4];
@@ -129,7 +129,7 @@ __device__ __forceinline__ uint32_t code_space_selector(const float (&y)[8])
     return 0x88888888u + 0x1111u * 0x10001u * HALF_1536 - sum;
 }
 
-/* The keys of words 2 b and 2 b + 1 of eight that a thread has of row h, where keys are BLOCKED: word q has
+/* Scores of row h for words 2 b and 2 b + 1 of a thread's eight, with BLOCKED keys: word q has keys
  * 16 (q / 4) + 2 (q % 4) + 0, 1, 8, 9 of 32. */
 __device__ __forceinline__ void scores_of_words(const float (&s)[64], int b, int h, float (&x)[8])
 {
@@ -140,7 +140,7 @@ __device__ __forceinline__ void scores_of_words(const float (&s)[64], int b, int
     }
 }
 
-/* Of the scores of words 2 b and 2 b + 1. */
+/* The selector of words 2 b and 2 b + 1. */
 template <enum code_kind KIND>
 __device__ __forceinline__ uint32_t mx_selector(const float (&s)[64], int b, int h, float c, float exponent,
                                                 const struct mx_rule &rule)
@@ -161,8 +161,8 @@ __device__ __forceinline__ uint32_t mx_selector(const float (&s)[64], int b, int
                                      : code_space_selector(x);
 }
 
-/* The upper half of a selector, for the lower half, where selectors of bytes are looked for: a product with 1 in FP16,
- * which leaves the ALU alone. No half is a NaN (nibbles are at most 8), and subnormal numbers stay. */
+/* The upper half of a selector, moved to the lower half, which is the one that prmt reads, by an FP16 multiplication
+ * with 1, which the ALU has no part in. No half is a NaN (nibbles are at most 8), and subnormal numbers stay. */
 __device__ __forceinline__ uint32_t upper_half(uint32_t selector, const struct mx_rule &rule)
 {
     uint32_t y;
@@ -179,8 +179,9 @@ __device__ __forceinline__ float mx_exponent(int largest, float c, const struct 
     return __fadd_rd(fmaf(__int_as_float(largest), c, rule.bias), WHOLE);
 }
 
-/* Scores to the A registers of P V. A thread has a block of 32 keys of each row, so that exponents, and with them
- * codes, need nobody else: only what a code stands for does. The belief is also that exponents are in E5M2's range. */
+/* Scores to the A registers of P V. A thread has a block of 32 keys of each row, so that exponents and codes need no
+ * other thread; only the anchor, and so the E5M2 byte of a code, does. The speculation includes that exponents are
+ * within MX_RANGE of the anchor. */
 template <enum code_kind KIND, bool SCORES8, class TAKE, class GIVE>
 __device__ __forceinline__ void codes_mx(const float (&s)[64], struct code_rows &r, float c, const struct mx_rule &rule,
                                          const TAKE &take, const GIVE &give, uint32_t (&p)[16])
@@ -257,14 +258,14 @@ __device__ __forceinline__ float largest_of_any(const float (&s)[64], int h)
     return max_or_nan(max_or_nan(chain[0], chain[1]), max_or_nan(chain[2], chain[3]));
 }
 
-/* The anchor that covers this largest score as well. A NaN stays. */
+/* The running anchor, raised to cover this largest score. A NaN stays. */
 __device__ __forceinline__ float fp8_anchor(float before, float largest, float c)
 {
     return max_or_nan(before, quad_max(__fmaf_ru(largest, c, WHOLE)));
 }
 
-/* Scores to the A registers of P V. An anchor that is not negative is right: what is taken for the largest of negative
- * scores is one of them. */
+/* Scores to the A registers of P V. An anchor that is not negative is right: where an integer maximum is wrong, the
+ * true one is negative too, and would not have raised the anchor. */
 template <class TAKE, class GIVE>
 __device__ __forceinline__ void codes_fp8(const float (&s)[64], struct code_rows &r, float c, const TAKE &take,
                                           const GIVE &give, uint32_t (&p)[16])

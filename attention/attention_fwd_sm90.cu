@@ -1,7 +1,7 @@
-/* attention: the BF16 forward on Hopper. See attention_fwd_sm90.cuh for the shape of the work.
+/* attention: the BF16 forward on Hopper. attention_fwd_sm90.cuh describes tiles and pipeline.
  *
- * Two consumer warpgroups take turns (two named barriers): scores of key block j + 1 and P V of block j of one are in
- * flight together, and the softmax of one runs under the products of the other.
+ * The two consumer warpgroups alternate ("ping-pong", two named barriers): one has its scores of key block j + 1 and
+ * its P V of block j in flight while the other computes its softmax.
  *
  * P = 2^(c s - c max): one multiply-add and one ex2 an element. The sum takes P before its rounding to BF16. */
 #include "attention/attention_fwd_sm90.cuh"
@@ -14,7 +14,7 @@ using layout = fwd_layout<false, false>;
 
 /* What a thread keeps of its two rows. */
 struct rows_state {
-    float max[2], sum[2]; /* raw maximum; own share of the sum */
+    float max[2], sum[2]; /* running maximum of raw scores; this thread's share of the running sum */
 };
 
 __device__ __forceinline__ void values(float (&o)[64], const uint32_t (&p)[32], uint64_t v)
@@ -26,7 +26,7 @@ __device__ __forceinline__ void values(float (&o)[64], const uint32_t (&p)[32], 
     wgmma_commit();
 }
 
-/* Scores become P; moves the maximum; factor[h] rescales what was summed before. */
+/* Online softmax: scores become P, the running maximum moves, factor[h] rescales earlier sums. */
 __device__ __forceinline__ void softmax(float (&s)[64], struct rows_state &r, float c, float (&factor)[2])
 {
 #pragma unroll
@@ -83,7 +83,7 @@ __device__ __forceinline__ void close_tile(const struct fwd_args &a, layout::sha
     stage_rows<layout>(s, o, inverse, count, warpgroup);
 }
 
-/* Where a consumer stands in the rings, and its operands. */
+/* A consumer's positions in the rings, and its operands. */
 struct consumer {
     struct ring k, v;
     int tiles; /* taken before the present one */

@@ -1,10 +1,11 @@
 /* attention: what the Hopper forward kernels share (docs/numerics.md, section 5), D = 128.
  *
- * A block of query rows of one head, 64 for each consumer warpgroup, is a tile; a persistent grid takes tiles from a
- * counter, longest first. Warpgroup 0 produces: one thread fetches tile numbers and issues all loads, Q of a tile under
- * the last blocks of the tile before; another thread for each consumer warpgroup sends its output. Keys run from the
- * last block of 128 to the first, so that masks concern the first blocks met only. Where rows do not fill tiles of 192
- * it is the shortest tile that has rows before 0. */
+ * Warp-specialised: a producer warpgroup and two or three consumer warpgroups. A tile is 64 query rows of one head for
+ * each consumer warpgroup. The grid is persistent and takes tiles from a counter, longest first. In warpgroup 0 one
+ * thread takes tiles and issues all TMA loads (Q of the next tile while the last key blocks of this one are computed),
+ * and one thread for each consumer warpgroup stores its output. Keys run from the last block of 128 to the first, so
+ * that only the first iterations mask. Where rows do not fill tiles of 192, tile 0 (causal: the shortest) begins before
+ * row 0. */
 #pragma once
 
 #include "attention/sm90.cuh"
@@ -18,7 +19,7 @@ enum {
 /* Named barriers; + consumer warpgroup. */
 enum { BARRIER_TURN = 1, BARRIER_ROWS = 5 };
 
-/* k_two: two rows of K a box, where keys are BLOCKED. */
+/* k_two: K in boxes of two rows, for BLOCKED keys. */
 struct fwd_maps {
     CUtensorMap q, k, v, out;
     CUtensorMap k_two = {};
@@ -27,24 +28,24 @@ struct fwd_maps {
 struct fwd_args {
     float *lse_log2;
     unsigned int *counter;                          /* of tiles taken, beyond the first of each block */
-    const float *q_inverse, *k_inverse, *v_inverse; /* codes times these are values, per head; where there are codes */
-    float c;                                        /* base-2 score of q.k */
+    const float *q_inverse, *k_inverse, *v_inverse; /* per head: value = code times this; where there are codes */
+    float c;                                        /* base-2 score = c q.k */
     int tokens, heads, kv_heads, group, all_heads, section_heads;
     int blocks, key_blocks, tiles, row0; /* row0: first row of tile 0, <= 0 */
-    int k_batch; /* keys BLOCKED: from one batch of K to the next, in strides of a token; -1: two rows at a time */
+    int k_batch;                         /* BLOCKED keys: batch stride of K in token strides; -1: two rows at a time */
     bool causal;
 };
 
-/* A tile, as the producer tells the consumers. */
+/* A tile, as the producer announces it to the consumers. */
 struct alignas(16) fwd_tile {
     int head, row;  /* head counts (batch, query head), -1: no more; row: the first, may be negative */
     float c, value; /* a product of operands times c is a base-2 score; value of V's code 1 */
 };
 
-/* Where things lie. SCORES8: Q and K are E4M3; CODES: V is E4M3, one column view of 128 features and eight rows below
- * that make the product P V sum the codes of P too: row r has ones at positions r modulo 8. Else BF16.
- * BLOCKED_KEYS: row 8 j + 2 c + e of a block of K is key 32 c + 2 j + e, so that the thread c of a quad has the scores
- * of 32 neighbouring keys, a block of MXFP4; the words of V's column view are transposed alike (attention_sm90.h). */
+/* Shared memory. SCORES8: Q and K are E4M3, else BF16. CODES: V is an E4M3 column view of 128 features and eight rows
+ * of ones, by which the product P V also sums the codes of P (row r has ones at positions r modulo 8); else BF16.
+ * BLOCKED_KEYS: row 8 j + 2 c + e of a block of K is key 32 c + 2 j + e, so that thread c of a quad has the scores of
+ * 32 consecutive keys, one MXFP4 block; the words of V's column view are transposed to match (attention_sm90.h). */
 template <bool SCORES8, bool CODES, bool BLOCKED_KEYS = false> struct fwd_layout {
     enum {
         BLOCKED = BLOCKED_KEYS,
@@ -64,8 +65,8 @@ template <bool SCORES8, bool CODES, bool BLOCKED_KEYS = false> struct fwd_layout
         V_SLOT = CODES ? PANEL + 1024 : 2 * PANEL,
         STAGES = SCORES8 ? 4 : 2,
     };
-    /* Two tiles: while one is computed, Q of the next one arrives. A tile's output leaves from where its Q was,
-     * features 64 to 127 of E4M3 scores from `out`. */
+    /* Q is double buffered: that of the next tile arrives while one is computed. A tile's output is staged where its Q
+     * was; E4M3 Q is half as large, so features 64 to 127 then go to `out`. */
     struct shared {
         alignas(1024) unsigned char q[2][Q_BYTES], k[STAGES][K_BYTES], v[STAGES][V_SLOT], out[SCORES8 ? Q_PANEL : 16];
         struct fwd_tile tile[2];
@@ -84,7 +85,7 @@ __device__ __forceinline__ int divide(int n, int d, int &rest)
     return q - under + over;
 }
 
-/* Tiles run section by section of heads whose keys and values stay in L2, longest blocks first inside. */
+/* Tiles are ordered by sections of heads whose K and V stay in L2 together, within a section longest first. */
 template <class LAYOUT> __device__ __forceinline__ struct fwd_tile tile_of(const struct fwd_args &a, int index)
 {
     int rest, head, section = divide(index, a.section_heads * a.blocks, rest), first = section * a.section_heads;
@@ -115,7 +116,7 @@ __device__ __forceinline__ uint32_t at(const uint64_t &barrier)
     return shared_address(&barrier);
 }
 
-/* WARP_ARRIVALS of this warp. */
+/* This warp arrives (sm90.cuh, WARP_ARRIVALS). */
 __device__ __forceinline__ void release(uint32_t barrier)
 {
     if (WARP_ARRIVALS == 32 || elect_one()) {
@@ -155,8 +156,8 @@ __device__ __forceinline__ void load_rows(const void *to, const CUtensorMap *map
     }
 }
 
-/* A block of K, its keys BLOCKED: a box a panel, or where the sequence ends inside, so that nothing behind it is read,
- * two rows at a time. */
+/* A block of K with BLOCKED keys: one box a panel; two rows at a time where the sequence ends inside the block, so that
+ * nothing behind it is read, and where k_batch is -1. */
 template <class LAYOUT>
 __device__ __forceinline__ void load_blocked_keys(const struct fwd_maps &maps, const struct fwd_args &a,
                                                   const unsigned char *to, const uint64_t &barrier, int first, int head,
@@ -178,7 +179,7 @@ __device__ __forceinline__ void load_blocked_keys(const struct fwd_maps &maps, c
     }
 }
 
-/* Q, then what there is to know of the tile, then K and V. */
+/* Loads Q, announces the tile, then loads K and V block by block. */
 template <class LAYOUT>
 __device__ __forceinline__ void produce_tile(const struct fwd_maps &maps, const struct fwd_args &a,
                                              typename LAYOUT::shared &s, struct fwd_tile t, int slot, struct ring &kv)
@@ -217,7 +218,7 @@ __device__ __forceinline__ void produce_tile(const struct fwd_maps &maps, const 
     }
 }
 
-/* One thread. */
+/* The loading thread. */
 template <class LAYOUT>
 __device__ __forceinline__ void produce(const struct fwd_maps &maps, const struct fwd_args &a,
                                         typename LAYOUT::shared &s)
@@ -241,21 +242,21 @@ __device__ __forceinline__ void produce(const struct fwd_maps &maps, const struc
 
 /* ---- consumers --------------------------------------------------------------------------------------------- */
 
-/* The tile after `count` others. */
+/* This block's tile number `count`. */
 template <class SHARED> __device__ __forceinline__ struct fwd_tile read_tile(const SHARED &s, int count)
 {
     const float4 t = *reinterpret_cast<const float4 *>(&s.tile[count & 1]);
     return {__float_as_int(t.x), __float_as_int(t.y), t.z, t.w};
 }
 
-/* The same, once it has arrived with its Q. */
+/* The same, waiting until it and its Q have arrived. */
 template <class SHARED> __device__ __forceinline__ struct fwd_tile take_tile(SHARED &s, int count)
 {
     mbarrier_wait(at(s.q_full[count & 1]), count >> 1 & 1);
     return read_tile(s, count);
 }
 
-/* By all threads of a warpgroup: a tile's rows lie where they are sent from, and its Q and fwd_tile are done with. */
+/* By all threads of a warpgroup: its output is staged, and the tile's Q and fwd_tile are no longer needed. */
 template <class SHARED> __device__ __forceinline__ void rows_staged(SHARED &s, int count, int warpgroup)
 {
     mbarrier_arrive(at(s.staged[count & 1][warpgroup]));
@@ -275,7 +276,7 @@ __device__ __forceinline__ uint32_t staged_high(typename LAYOUT::shared &s, int 
                                     : staged_low<LAYOUT>(s, slot, warpgroup) + LAYOUT::Q_PANEL;
 }
 
-/* One thread beside a consumer warpgroup: sends what the warpgroup has staged, and gives the slot back. */
+/* One thread for each consumer warpgroup: stores what the warpgroup has staged, then frees the slot. */
 template <class LAYOUT>
 __device__ __forceinline__ void send_rows(const struct fwd_maps &maps, const struct fwd_args &a,
                                           typename LAYOUT::shared &s, int warpgroup)
@@ -324,7 +325,7 @@ __device__ __forceinline__ int own_row(int warpgroup)
     return 64 * warpgroup + thread / 32 * 16 + thread % 32 / 4;
 }
 
-/* Keys after the row (causal) and behind the end leave the maximum and the sum. first_key: of the block. */
+/* -Inf for scores of keys after the row (causal) or beyond the sequence. first_key: of the block. */
 template <bool BLOCKED = false>
 __device__ __forceinline__ void mask(float (&score)[64], const struct fwd_args &a, int row, int first_key)
 {
@@ -355,14 +356,14 @@ __device__ __forceinline__ float quad_sum(float x)
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-/* Rows 64 x 128, times factor[h], in BF16 to two swizzled panels of 64 rows, for the thread that sends them. By a whole
- * warpgroup, `count` tiles after its first. */
+/* Stages 64 x 128 outputs, times factor[h], as BF16 in two swizzled panels of 64 rows, for send_rows. By a whole
+ * warpgroup; `count`: tiles before this one. */
 template <class LAYOUT>
 __device__ __forceinline__ void stage_rows(typename LAYOUT::shared &s, const float *o, const float (&factor)[2],
                                            int count, int warpgroup)
 {
     const int thread = threadIdx.x % WARPGROUP, lane = thread % 32, slot = count & 1;
-    if (LAYOUT::ROW_BYTES == 128 && count > 0) { /* `out` has been sent */
+    if (LAYOUT::ROW_BYTES == 128 && count > 0) { /* until the last tile's `out` is stored */
         mbarrier_wait(at(s.q_empty[slot ^ 1]), count - 1 >> 1 & 1);
     }
     named_barrier_sync(BARRIER_ROWS + warpgroup, WARPGROUP); /* nobody multiplies the warpgroup's Q any more */
@@ -397,10 +398,10 @@ __device__ __forceinline__ void store_lse(const struct fwd_args &a, struct fwd_t
 
 /* ---- host -------------------------------------------------------------------------------------------------- */
 
-/* What follows from the shape; kv_bytes: of K and V as loaded, a token and kv head. */
+/* What follows from the shape; kv_bytes: of K and V as loaded, of one token and kv head. */
 template <class LAYOUT> static inline struct fwd_args fwd_args_of(const struct attention_fwd *a, int64_t kv_bytes)
 {
-    const int64_t section_bytes = 32 << 20; /* of keys and values, that L2 keeps beside what streams */
+    const int64_t section_bytes = 32 << 20; /* of K and V that L2 keeps beside what streams through it */
     const struct attention_shape *shape = &a->shape;
     struct fwd_args args = {};
     args.lse_log2 = a->lse_log2;

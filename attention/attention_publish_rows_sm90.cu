@@ -1,5 +1,5 @@
-/* attention: rows of represented Q and K on Hopper to E4M3 codes with a power of two for each head, and back: where
- * the largest represented value of a head must be known first, or where the values are there already. */
+/* attention: rows of represented Q and K on Hopper to E4M3 codes with one power of two a head, and back: for where the
+ * largest represented value of a head must be known first, or the represented values exist already. */
 #include "attention/attention_publish_sm90.cuh"
 
 enum { LOWER_THREADS = 256 };

@@ -6,9 +6,9 @@
  * Q and K. NVFP4 blocks are 16 features: two lanes trade halves of two rows, so that each has a block, and trade back
  * to store 16 bytes beside 16 bytes.
  *
- * qk = nvfp4_e4m3 rounds the decoded values once more, by a multiplier from their largest one. With qk_scale = amax
- * that is the decoded largest value itself: 6 s or 4 s, s the scale of a block whose largest is a, never decreases with
- * a. So it is known before. With the other rules a second pass follows (attention_publish_rows_sm90.cu). */
+ * qk = nvfp4_e4m3 rounds the decoded values once more, with a multiplier from the largest of them. With qk_scale = amax
+ * that one is the decoded amax itself, hence known before: the largest decoded value of a block, 6 s or 4 s with s its
+ * scale, never decreases with its amax. With the other rules a second pass follows (attention_publish_rows_sm90.cu). */
 #include "attention/attention_publish_sm90.cuh"
 
 enum {
@@ -149,7 +149,7 @@ __device__ __forceinline__ int value_word(int d, int word)
     return word ^ (d / 32 * 2);
 }
 
-/* Largest magnitudes of 32 tokens, two warps, for the thread's 8 features, as pairs of BF16. Meets a barrier. */
+/* Largest magnitudes of 32 tokens, two warps, for the thread's 8 features, as pairs of BF16. With a __syncthreads. */
 __device__ __forceinline__ uint4 value_largest(const uint4 (&raw)[ROWS], value_shared &s)
 {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -174,8 +174,7 @@ __device__ __forceinline__ uint4 value_largest(const uint4 (&raw)[ROWS], value_s
                       __vmaxu2(largest[3], other.w));
 }
 
-/* A pair of features of the thread's rows, as read, becomes what the forward multiplies; codes: words of four rows, two
- * for each feature. */
+/* Quantises a pair of features of the thread's rows; codes: words of four rows, two for each feature. */
 struct value_pair {
     uint32_t rows[ROWS];
     uint32_t codes[2][ROWS / 4];

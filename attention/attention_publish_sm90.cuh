@@ -1,9 +1,9 @@
-/* attention: rounding of operands on Hopper, bit for bit as attention_cuda_operands.cuh has it, in fewer instructions.
- * For attention_publish_sm90.cu and attention_publish_rows_sm90.cu.
+/* attention: rounding of operands on Hopper, with the bits of attention_cuda_operands.cuh in fewer instructions. For
+ * attention_publish_sm90.cu and attention_publish_rows_sm90.cu.
  *
- * A block of NVFP4 is 16 features in a thread, as eight pairs of BF16. Heads whose largest magnitude is ordinary
- * (quick) take ways on which nothing may leave the normal numbers. All short ways were compared with the definitions on
- * every mantissa and scale. */
+ * An NVFP4 block is 16 features in one thread, as eight pairs of BF16. Heads with an ordinary amax (quick) take
+ * shortcuts that are right as long as nothing leaves the normal numbers. All shortcuts were compared with the
+ * definitions on every mantissa and scale. */
 #pragma once
 
 #include "attention/attention_cuda_operands.cuh"
@@ -184,7 +184,7 @@ struct score_head {
     float g, back_g; /* second-level scale, and 1 / g */
     float m, back;   /* to E4M3, and 1 / m */
     bool broken;     /* something is not finite */
-    bool quick;      /* nothing leaves the normal numbers of BF16 on the short ways */
+    bool quick;      /* nothing leaves the normal numbers of BF16 on the shortcuts */
 };
 
 template <bool E4M3> __device__ __forceinline__ score_head score_head_of(float amax)
@@ -325,7 +325,7 @@ template <class TAKE> __device__ __forceinline__ void searched_codes(const searc
     }
 }
 
-/* By how much coding with `scale` lessens the sum of squares, over the scale; exact, see numerics/blocks.c. */
+/* By how much coding with `scale` reduces the sum of squares, over the scale; exact, see numerics/blocks.c. */
 __device__ __forceinline__ float searched_gain(const searched_block &b, float scale)
 {
     float sum = 0.0f;
@@ -399,7 +399,7 @@ enum { FEATURES = 128 };
 struct score_operand {
     head_view from;
     int64_t heads;
-    bf16 *to;            /* or NULL where rows say it all */
+    bf16 *to;            /* NULL where rows hold the values exactly */
     uint8_t *rows;       /* E4M3, or NULL */
     float *inverse;      /* with rows */
     head_facts *decoded; /* of each head, zero to begin with: largest decoded magnitude; or NULL */

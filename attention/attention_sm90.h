@@ -9,13 +9,14 @@ extern const struct attention_variant attention_variant_sm90;
 /* NULL, or why the hand-written forward does not run (shape, recipe). */
 const char *attention_fwd_refuses_sm90(const struct attention_shape *shape, const struct attention_recipe *recipe);
 size_t attention_fwd_scratch_bytes_sm90(const struct attention_shape *shape, const struct attention_recipe *recipe);
-/* As attention_variant.fwd, for what is not refused. stats is not looked at, and views are not checked. */
+/* As attention_variant.fwd, for what is not refused. stats is ignored, and views are not checked. */
 void attention_fwd_sm90(const struct attention_fwd *a);
 
 /* ---- saved state ------------------------------------------------------------------------------------------- */
 
-/* That of the variant "cuda" (its anchors are not used here), and behind it, with qk = nvfp4_e4m3 and a backward that
- * is written for Hopper, what the forward's scores multiplied: P is rebuilt from the same products. Else NULL. */
+/* The saved state of the variant "cuda" (its anchors are not used here). Behind it, with qk = nvfp4_e4m3 and a backward
+ * that is written for Hopper, the E4M3 rows that the forward's scores multiplied, so that P is rebuilt from the same
+ * products; else NULL. */
 struct attention_saved_sm90 {
     struct attention_saved operands;
     uint8_t *q8, *k8;             /* (B, heads, T, 128) E4M3 */
@@ -24,12 +25,14 @@ struct attention_saved_sm90 {
 struct attention_saved_sm90 attention_saved_sm90_carve(const struct attention_shape *shape,
                                                        const struct attention_recipe *recipe, struct carve *carve);
 
-/* Makes the latter from the operands that another forward (variant "cuda", CPU) saved. scratch: as of the forward. */
+/* Makes q8, k8 and their inverses from the operands that another forward (variant "cuda", CPU) saved. scratch: as for
+ * the forward. */
 void attention_complete_sm90(const struct cuda *on, const struct attention_shape *shape,
                              const struct attention_recipe *recipe, void *saved, void *scratch);
 
-/* Where rows say it all, the forward does not write operands.q and k (with k_center, k holds the centred original): for
- * who reads them (variant "cuda"), bit for bit. */
+/* The forward does not write operands.q and k where q8 and k8 hold them exactly (k then has the centred original, if
+ * k_center is on). This makes them, bit for bit, for the
+ * variant "cuda", which reads them. */
 void attention_restore_sm90(const struct cuda *on, const struct attention_shape *shape,
                             const struct attention_recipe *recipe, void *saved);
 
@@ -59,7 +62,7 @@ void attention_fwd_codes_sm90(const struct attention_fwd *a, const struct attent
 
 /* ---- publishing (attention_publish_sm90.cu, attention_publish_rows_sm90.cu) -------------------------------- */
 
-/* One call: what the recipe codes of Q, K and V, and where it goes. own_q, own_k, own_v: (B, heads, T, 128), the
+/* One call: what the recipe quantises of Q, K and V, and where it goes. own_q, own_k, own_v: (B, heads, T, 128), the
  * represented operands of docs/numerics.md (v times attention_unit), bit for bit those of the CPU; a source may be its
  * own destination. With pv other than bf16 also v_column and v_inverse: exact for pv = fp8, and for mxfp4 within 15
  * binades of a head's largest block. With qk = nvfp4_e4m3 also q8, k8 and their inverses; own_q and own_k
@@ -68,8 +71,7 @@ struct attention_publish_sm90 {
     struct attention_shape shape;
     const struct attention_recipe *recipe; /* not both qk and pv bf16 */
     struct head_view q, k, v;
-    const float
-        *amax; /* (B, H + 2 Hkv): as attention_fwd.amax, of the three above; what the recipe leaves is not read */
+    const float *amax; /* (B, H + 2 Hkv): as attention_fwd.amax, of the three above; of BF16 tensors it is not read */
     bf16 *own_q, *own_k, *own_v;
     uint8_t *q8, *k8, *v_column;
     float *q_inverse, *k_inverse, *v_inverse;
@@ -77,13 +79,13 @@ struct attention_publish_sm90 {
 };
 void attention_publish_heads_sm90(const struct cuda *on, const struct attention_publish_sm90 *a);
 
-/* Of represented own_q and own_k, which are there already, only q8, k8 and their inverses. Uses decoded. */
+/* Only q8, k8 and their inverses, from own_q and own_k, which hold represented values already. Uses decoded. */
 void attention_code_heads_sm90(const struct cuda *on, const struct attention_publish_sm90 *a);
 
 /* The other way round: own_q and own_k from q8, k8 and their inverses. */
 void attention_decode_heads_sm90(const struct cuda *on, const struct attention_publish_sm90 *a);
 
-/* amax of what attention_publish_heads_sm90 reads; a->amax is not looked at. */
+/* amax of what attention_publish_heads_sm90 reads; a->amax is ignored. */
 void attention_measure_heads_sm90(const struct cuda *on, const struct attention_publish_sm90 *a, float *amax);
 
 /* The whole first half of the forward: everything that attention_fwd_codes_sm90 multiplies, into a->scratch and

@@ -1,10 +1,10 @@
-/* attention: Direct-P on Hopper, what both passes share: from a straight line in a score to an E2M1 code, without an
+/* attention: Direct-P on Hopper, what both passes share: E2M1 codes from a straight line in the score, without an
  * exponential (docs/numerics.md, section 5 step 3, producers affine and code_space). For the kernels with MXFP4 codes.
  *
- * A line is y = a x + b, x = log2 of what exact codes round, clear of the block's exponent. affine: y is the value, and
- * comes times 2^-14, so that FP16 codes of it, truncated, are E2M1 codes with more bits of mantissa (2^-14 is the least
- * normal number). code_space: y = 2 x + 2.37 is the code, and truncation of 1536 + y to FP16 is its floor: between 1024
- * and 2048 FP16 counts integers. */
+ * The line is y = a x + b, where exact codes round 2^x; the block's exponent is subtracted in x. affine: y is the
+ * value, scaled by 2^-14, so that truncated FP16 codes of it are E2M1 codes with more mantissa bits (2^-14 is the least
+ * normal number of FP16). code_space: y = 2 x + 2.37 is the code, and truncating 1536 + y to FP16 takes its floor:
+ * between 1024 and 2048 the grid of FP16 is the integers. */
 #pragma once
 
 #include "attention/sm90.cuh"
@@ -15,7 +15,7 @@ extern "C" {
 
 enum { HALF_1536 = 0x6600 }; /* the FP16 code of 1536 */
 
-/* [cvt, .relu] Towards zero; negative ones to zero. */
+/* [cvt, .relu] Towards zero; negative values become zero. */
 __device__ __forceinline__ uint32_t pack_f16_positive(float low, float high)
 {
     uint32_t y;
@@ -23,10 +23,10 @@ __device__ __forceinline__ uint32_t pack_f16_positive(float low, float high)
     return y;
 }
 
-/* 1536 + y, rounded down, where the floor of y >= 0 is the code (8: a 7 still). Codes 1 and 2 begin at x = -2 and
- * -.415037 (y = -1.63, 1.539926): a flatter line has them there, and lies below y itself from y = 2.3 on. Floats of
- * which one is not negative are ordered like integers. (In place of the maximum, saturating FMAs, which leave the ALU
- * alone, were no faster; 1536 in both lines was, by 4 %, but their roundings move 2 codes of 100,000.) */
+/* 1536 + y, rounded down: the floor of y >= 0 is the code (8 counts as 7). Codes 1 and 2 begin at x = -2 and -.415037
+ * (y = -1.63 and 1.539926), as a flatter line has them, which lies below y from y = 2.3 on. Floats of which one is not
+ * negative are ordered like integers. (Tried in place of the maximum: saturating FMAs, which do not use the ALU, were
+ * no faster; 1536 inside both lines was, by 4 %, but their roundings move 2 codes of 100,000.) */
 __device__ __forceinline__ float code_space_whole(float y)
 {
     const float flat = fmaf(y, 1.0f / 3.169926f, 1.0f + 1.63f / 3.169926f);
@@ -34,7 +34,7 @@ __device__ __forceinline__ float code_space_whole(float y)
     return __fadd_rd(__int_as_float(most), 1536.0f);
 }
 
-/* log2 of what x is multiplied by: of 6 in the amplitude family, OCP's is 1. */
+/* Added to x: log2 6 in the amplitude family, 0 in OCP's. */
 static inline float amplitude_of(const struct attention_recipe *recipe)
 {
     return recipe->mx_rule == MX_NEAREST ? 0x1.4ae00ep+1f : 0.0f; /* fl32(log2 6) */

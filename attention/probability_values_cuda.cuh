@@ -47,7 +47,7 @@ __device__ __forceinline__ float p_max_nan(float x, float y)
 }
 
 /* 2^(t + shift) of n values, for an integer shift and t + shift < 128: the bits of the CPU's exp2_row, but for t = -inf
- * (0, not NaN). P_MAGIC needs |t| < 2^22, so a far shift is taken off first (exactly: what it meets is as far, or lies
+ * (0, not NaN). P_MAGIC needs |t| < 2^22, so a large shift is subtracted first (exact, since t is then as large, or
  * outside the range that matters). y may be t. */
 template <int N> __device__ __forceinline__ void p_exp2_row(const float *t, float shift, float *y)
 {

@@ -45,16 +45,16 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier)
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-/* Arrivals of a warp that has read, or written, what a barrier guards: one lane's, once the other lanes' accesses are
- * before it (__syncwarp). racecheck does not follow that order through the barrier: built with ARRIVE_BY_LANE (make
- * sanitize-gpu) every lane arrives for itself. */
+/* How many lanes of a warp arrive at an mbarrier when the warp has read, or written, what it guards. One is enough
+ * after __syncwarp, which orders the other lanes' accesses before it. racecheck does not follow that order: built with
+ * ARRIVE_BY_LANE (make sanitize-gpu) every lane arrives for itself. */
 #ifdef ARRIVE_BY_LANE
 enum { WARP_ARRIVALS = 32 };
 #else
 enum { WARP_ARRIVALS = 1 };
 #endif
 
-/* [mbarrier.arrive, expect-tx] Arrives, and the phase also waits for so many bytes of TMA. */
+/* [mbarrier.arrive, expect-tx] Arrives, and makes the phase wait for `bytes` of TMA transfers too. */
 __device__ __forceinline__ void mbarrier_expect(uint32_t barrier, uint32_t bytes)
 {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -98,13 +98,13 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads)
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-/* [fence.proxy.async] By every thread that wrote shared memory which wgmma or TMA reads next, before the barrier. */
+/* [fence.proxy.async] By every thread that wrote shared memory for wgmma or TMA to read, before the barrier between. */
 __device__ __forceinline__ void fence_async_proxy()
 {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/* [fence.proxy.async] Between accesses of TMA to global memory and ordinary ones. */
+/* [fence.proxy.async] Orders accesses of TMA to global memory and ordinary ones. */
 __device__ __forceinline__ void fence_async_global()
 {
     asm volatile("fence.proxy.async.global;" ::: "memory");
@@ -197,8 +197,8 @@ __device__ __forceinline__ void bulk_load(uint32_t to, const void *from, uint32_
                  : "memory");
 }
 
-/* [cp.async.bulk.commit_group, wait_group] Of the thread that issued stores: at most N groups are left unread (their
- * shared memory still in use), or incomplete (their writes not yet visible). */
+/* [cp.async.bulk.commit_group, wait_group] By the thread that issued the stores. Returns when at most N groups are
+ * still to be read from shared memory (wait_read), or to become visible in global memory (wait). */
 __device__ __forceinline__ void tma_store_commit()
 {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -232,8 +232,8 @@ __device__ __forceinline__ void stmatrix_x4_transposed(uint32_t to, uint32_t a, 
                  : "memory");
 }
 
-/* Offset of a byte of a 128-byte row in a panel with SWIZZLE_128B; in one with SWIZZLE_64B (rows of 64 bytes: chunk q
- * of row r at q ^ (r >> 1 & 3)). */
+/* Offset of byte `byte` of row `row` in a panel with SWIZZLE_128B (rows of 128 bytes), or with SWIZZLE_64B (rows of 64
+ * bytes: chunk q of row r lies at q ^ (r >> 1 & 3)). */
 __device__ __forceinline__ uint32_t swizzle_128(uint32_t row, uint32_t byte)
 {
     return row * 128 + (byte ^ ((row & 7) << 4));
@@ -262,8 +262,8 @@ __device__ __forceinline__ uint32_t bits_of_either(uint32_t mask, uint32_t a, ui
     return y;
 }
 
-/* [prmt] Four bytes of {low, high}, by the four nibbles of the lower half of `selector`; one with bit 3 set takes the
- * sign of its byte eight times (which __byte_perm would hide with one more instruction). */
+/* [prmt] Each nibble of the lower half of `selector` picks a byte of {low, high}; with bit 3 set it replicates that
+ * byte's sign bit. (__byte_perm clears bit 3, by one more instruction.) */
 __device__ __forceinline__ uint32_t bytes_by(uint32_t low, uint32_t high, uint32_t selector)
 {
     uint32_t y;
@@ -287,7 +287,7 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high)
     return y;
 }
 
-/* Towards zero. */
+/* Two values to FP16, towards zero. */
 __device__ __forceinline__ uint32_t pack_f16_down(float low, float high)
 {
     uint32_t y;
@@ -319,7 +319,7 @@ __device__ __forceinline__ uint32_t pack_e5m2(float x0, float x1, float x2, floa
     return y;
 }
 
-/* Four E4M3 codes, two at a time, as FP16 pairs (exact). */
+/* Four E4M3 codes as two FP16 pairs (exact). */
 __device__ __forceinline__ void unpack_e4m3(uint32_t codes, uint32_t &low, uint32_t &high)
 {
     asm("{\n\t.reg .b16 lo, hi;\n\tmov.b32 {lo, hi}, %2;\n\t"
@@ -509,7 +509,7 @@ static inline CUtensorMap tensor_map(const struct cuda *on, const struct tensor_
 }
 
 /* Tiles of 128 bytes x `rows` tokens of one head: coordinates (element, token, head, batch) of (B, heads, T, 128)
- * elements, strides in bytes. Rows behind T come as zeros. */
+ * elements, strides in bytes. Rows beyond T load as zeros. */
 static inline CUtensorMap rows_map(const struct cuda *on, const void *data, CUtensorMapDataType type,
                                    const uint64_t (&stride)[3], int64_t tokens, int64_t heads, int64_t batch, int rows)
 {

@@ -36,8 +36,7 @@ struct checkpoint_tensor {
     enum dtype dtype;
     int rank;
     int64_t shape[4];
-    void *
-        data; /* full tensor, in every rank (data parallel without sharding); with a store: what its calls know it by */
+    void *data; /* full tensor, in every rank (data parallel without sharding); with a store: the key of its calls */
     const struct checkpoint_store *store; /* NULL: data is memory */
 };
 
@@ -69,16 +68,16 @@ MUST_CHECK enum status checkpoint_verify(const char *path);
 /* Reads train_state/state.json alone; the caller decides whether it fits before reading tensors. */
 MUST_CHECK enum status checkpoint_read_train(const char *path, json_t **train);
 
-/* Reads the tensors into their data; config, train and tokenizer_json are not looked at, nor is a file without tensors
- * asked for. Names, dtypes and shapes must agree before anything is read: else ERR_CONFIG, "checkpoint has X, config
- * has Y". Hashes are checkpoint_verify's affair. */
+/* Reads the tensors into their data; config, train and tokenizer_json are ignored, and a file without tensors is not
+ * opened. Names, dtypes and shapes must agree before anything is read: else ERR_CONFIG, "checkpoint has X, config has
+ * Y". checkpoint_verify checks the hashes. */
 MUST_CHECK enum status checkpoint_load(const char *path, const struct checkpoint_content *content);
 
 /* Marks checkpoints after `after_step` suspect, so that checkpoint_find skips them: a file `suspect` beside the
  * manifest; what was saved stays as it is. */
 MUST_CHECK enum status checkpoint_mark_suspect(const char *folder, int64_t after_step);
 
-/* Deletes old ones. Stay: the newest `keep` complete ones and whatever is newer than the oldest of these; every one
+/* Deletes old ones. Kept are the newest `keep` complete ones and whatever is newer than the oldest of these; every one
  * whose step is a multiple of keep_forever_every (0: none); the newest healthy one at least `window` updates before
  * `step`, and the oldest healthy one within the window, which will take its place. */
 struct checkpoint_rotation {
@@ -86,9 +85,9 @@ struct checkpoint_rotation {
     int64_t keep_forever_every, window, step;
 };
 
-/* Damaged ones that rotation has named: a run keeps this from one rotation to the next, zero at first, so that each is
- * said once. They are not looked at again unless they are the one of `step`, which has just been saved. More than fit
- * are said each time. */
+/* Damaged ones that rotation has reported. A run keeps this from one rotation to the next, zero at first, so that each
+ * is reported once. They are not examined again, except that of `step`, which has just been saved. Those that do not
+ * fit are reported each time. */
 struct checkpoint_damaged {
     int count;
     int64_t steps[16];

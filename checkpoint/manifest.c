@@ -249,7 +249,7 @@ static enum status check_hashes(const struct manifest_file *file, int fd, const 
     return OK;
 }
 
-/* What nobody listed nobody would check: these are in every checkpoint, and a resume reads them. */
+/* An unlisted file would go unchecked: these are in every checkpoint, and a resume reads them. */
 static enum status check_listed(const struct manifest *manifest, const char *folder)
 {
     static const char *const required[] = {"config.json", "model.safetensors", "train_state/optimizer.safetensors",

@@ -41,8 +41,8 @@ MUST_CHECK enum status manifest_write(const struct manifest *manifest, const cha
 MUST_CHECK enum status manifest_read(struct manifest *manifest, const char *folder);
 
 /* Compares the files of `folder` with the manifest: sizes, and hashes if asked for. ERR_DATA names file, extent,
- * expected, found. config.json, state.json and both tensor files must be listed; other files that are not are no
- * concern of it. */
+ * expected, found. config.json, state.json and both tensor files must be listed; other unlisted files are
+ * ignored. */
 MUST_CHECK enum status manifest_check(const struct manifest *manifest, const char *folder, bool hashes);
 
 void manifest_close(struct manifest *manifest);

@@ -40,7 +40,7 @@ static enum status check(const char *what, cudaError_t error)
 static enum status count_devices(int *count)
 {
     cudaError_t error = cudaGetDeviceCount(count);
-    /* A missing or too old driver is, for who asks, a machine without a usable GPU: the runtime's words say which. */
+    /* A missing or too old driver counts as a machine without a usable GPU: the runtime's words say which. */
     if (error == cudaErrorNoDevice || error == cudaErrorInsufficientDriver || (error == cudaSuccess && *count == 0)) {
         return status_fail(ERR_UNSUPPORTED, "device cuda: no CUDA device (%s); use device cpu",
                            cudaGetErrorString(error));

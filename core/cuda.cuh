@@ -84,15 +84,6 @@ __device__ __forceinline__ float warp_sum(float x)
     return x;
 }
 
-__device__ __forceinline__ float warp_max(float x)
-{
-#pragma unroll
-    for (int o = 16; o > 0; o >>= 1) {
-        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, o));
-    }
-    return x;
-}
-
 /* Sum over the block in every thread. blockDim.x: a multiple of 32, at most 1024. Ends with a barrier passed. */
 __device__ __forceinline__ float block_sum(float x)
 {

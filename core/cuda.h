@@ -52,15 +52,15 @@ void cuda_zero(const struct cuda *cuda, void *device, size_t bytes);
 /* New values for later kernels (one small copy). */
 void cuda_set_step(const struct cuda *cuda, const struct cuda_step *step);
 
-/* Waits for everything enqueued. Fails with ERR_DEVICE: a fault of the work itself as the runtime reports it, with the
- * first kept error, which it caused; else that error alone. */
+/* Waits for everything enqueued. Fails with ERR_DEVICE, naming a fault of the work itself as the runtime reports it,
+ * together with the first kept error, which the fault caused; without a fault, the kept error alone. */
 MUST_CHECK enum status cuda_sync(const struct cuda *cuda, const char *what);
 
 /* Keeps an error for cuda_sync; `code` is a cudaError_t, 0 means none. For .cu files: cuda_launched() in core/cuda.cuh.
  */
 void cuda_note(const struct cuda *cuda, const char *what, int code);
 
-/* Points in time on the stream: milliseconds between two of them, after a sync; NaN if that failed. */
+/* Points in time on the stream. cuda_event_ms: milliseconds between two of them, after a sync; NaN if that failed. */
 struct cuda_event;
 MUST_CHECK enum status cuda_event_open(struct cuda_event **event);
 void cuda_event_close(struct cuda_event *event);

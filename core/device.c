@@ -52,7 +52,7 @@ static void cpu_open(struct device *device)
 }
 
 #if WITH_CUDA
-/* Dense BF16 FLOP/s of a GPU by its datasheet, 0 for one that we have none of. An H100 on a PCIe card runs slower. */
+/* Dense BF16 FLOP/s of a GPU by its datasheet, 0 where we have no figure. An H100 on a PCIe card runs slower. */
 static double peak_flops(const char *name)
 {
     bool slow = strstr(name, "PCIe") != NULL || strstr(name, "NVL") != NULL;

@@ -17,13 +17,13 @@ struct device {
     double peak_flops;    /* dense BF16 FLOP/s by the vendor's datasheet; 0 where none is known (CPUs) */
 };
 
-/* `kind` is auto, cpu or cuda; auto takes a GPU where device_cuda_usable, else the CPU. `ordinal`: which
- * GPU of the machine, if it is one. Fails with ERR_UNSUPPORTED when this build or machine lacks what was asked for. */
+/* `kind` is auto, cpu or cuda; auto takes GPU number `ordinal` of the machine if device_cuda_usable, else the CPU.
+ * Fails with ERR_UNSUPPORTED when this build or machine lacks what was asked for. */
 MUST_CHECK enum status device_open(struct device *device, const char *kind, int ordinal);
 
 /* GPU number `ordinal`. Only in builds with CUDA (core/cuda.c). Fails with ERR_UNSUPPORTED if there is none, or none
  * that this build has kernels for; ERR_DEVICE if the runtime breaks. */
 MUST_CHECK enum status device_cuda_query(struct device *gpu, int ordinal);
 
-/* Is there a GPU of that number that this build has kernels for? Says nothing. */
+/* Is there a GPU of that number that this build has kernels for? Logs nothing. */
 bool device_cuda_usable(int ordinal);

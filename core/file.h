@@ -8,8 +8,8 @@
 /* Writes bytes to path.tmp, fsyncs file and folder, renames. Fails with ERR_IO naming path and errno. */
 MUST_CHECK enum status file_write_atomic(const char *path, const void *bytes, size_t n);
 
-/* The end of such a write by other means: `temporary`, complete and synced, takes the name `path` in the same folder,
- * which is synced. If it cannot, it is removed, and the file that was there stays. */
+/* The last step of such a write where the caller wrote `temporary` itself, complete and synced: renames it to `path` in
+ * the same folder and syncs the folder. On failure `temporary` is removed, and the file that was at `path` stays. */
 MUST_CHECK enum status file_replace(const char *temporary, const char *path);
 
 /* Reads a whole file into malloc'ed memory, NUL-terminated; caller frees. Larger than `limit` fails with ERR_DATA. */

@@ -77,8 +77,8 @@ enum { GEMM_WORKSPACE_BYTES = 64 << 20, GEMM_CANDIDATES = 8 };
 /* The choice of this shape, or NULL. */
 struct gemm_choice *gemm_choice_find(const struct gemm_cuda_state *state, const struct gemm_shape *shape);
 
-/* The calls below return what the library says, and print nothing: who enqueues a product keeps the refusal for
- * cuda_sync, who plans one says it. */
+/* The calls below return the library's status and print nothing: gemm_cuda keeps a refusal for cuda_sync,
+ * gemm_cuda_plan reports it. */
 
 /* A new choice with descriptors but no algorithm yet. The pointer holds until the next one is added. A failure leaves
  * nothing behind; CUBLAS_STATUS_ALLOC_FAILED also where the host has no memory. */

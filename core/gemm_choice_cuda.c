@@ -98,7 +98,7 @@ cublasStatus_t gemm_choice_add(struct gemm_cuda_state *state, const struct gemm_
     return CUBLAS_STATUS_SUCCESS;
 }
 
-/* What proposals must keep to. Sums split over k: in FP32 in the workspace, never in the rounded output. */
+/* Constraints on proposals. Split-k sums: in FP32 in the workspace, never in the rounded output. */
 static cublasStatus_t set_limits(const struct cublaslt *lt, const struct gemm_shape *shape,
                                  cublasLtMatmulPreference_t preference)
 {

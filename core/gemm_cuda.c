@@ -209,7 +209,7 @@ static cublasStatus_t time_product(const struct cuda *cuda, const struct gemm_ch
     return CUBLAS_STATUS_SUCCESS;
 }
 
-/* Least time of each candidate. Rounds go over all of them, so that a clock that changes meets all alike. */
+/* Least time of each candidate. Rounds go over all of them, so that changing clocks affect all alike. */
 static cublasStatus_t time_candidates(const struct cuda *cuda, const struct gemm_choice *c,
                                       const cublasLtMatmulHeuristicResult_t *results, int count,
                                       const struct gemm_cuda *g, double *best)

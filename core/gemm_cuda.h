@@ -30,14 +30,14 @@ struct gemm_cuda {
 /* Enqueues. What cuBLASLt refuses is kept for cuda_sync, with the sizes. */
 void gemm_cuda(const struct cuda *cuda, const struct gemm_cuda *g);
 
-/* Loads cuBLASLt, takes a workspace of 64 MiB. Part of cuda_open. ERR_UNSUPPORTED: the library is not there, with where
- * it was looked for. */
+/* Loads cuBLASLt, takes a workspace of 64 MiB. Part of cuda_open. ERR_UNSUPPORTED: the library was not found; names the
+ * places searched. */
 MUST_CHECK enum status gemm_cuda_open(struct cuda *cuda);
 void gemm_cuda_close(struct cuda *cuda);
 
 /* Chooses the algorithm of a shape by timing, unless that was done. The pointers must be valid memory, best with data
  * as they will be (zeros run faster than real numbers); C is left undefined. Waits. Not during graph capture.
- * ERR_UNSUPPORTED: cuBLASLt refuses the product; ERR_DEVICE: the GPU failed before. */
+ * ERR_UNSUPPORTED: cuBLASLt refuses the product; ERR_DEVICE: the GPU had failed before. */
 MUST_CHECK enum status gemm_cuda_plan(const struct cuda *cuda, const struct gemm_cuda *g);
 
 /* While on, gemm_cuda plans the shapes that it meets, and what it leaves in C is undefined: run a step once like this

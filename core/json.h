@@ -5,8 +5,8 @@
 
 #include <jansson.h>
 
-/* Reads a whole file of at most 256 MiB; `*root` is the caller's, to json_decref. Double keys and broken text fail with
- * ERR_DATA naming file, line and column; ERR_IO otherwise. */
+/* Reads a whole file of at most 256 MiB; `*root` is the caller's, to json_decref. Duplicate keys and broken text fail
+ * with ERR_DATA naming file, line and column; ERR_IO otherwise. */
 MUST_CHECK enum status json_read_file(const char *path, json_t **root);
 
 /* As json_read_file on memory; `name` stands for the file in messages. */

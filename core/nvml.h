@@ -8,9 +8,9 @@ struct nvml_sample {
     double sm_mhz, watts;
 };
 
-/* GPU `ordinal` of the CUDA runtime. NULL where NVML is not there: numbers of a report, nothing that a run needs. */
+/* GPU `ordinal` of the CUDA runtime. NULL where NVML is missing: it serves reports, and no run needs it. */
 struct nvml *nvml_open(int ordinal);
 void nvml_close(struct nvml *nvml);
 
-/* Now, without waiting for the GPU. NULL gives NaN. */
+/* The present values, without waiting for the GPU. nvml NULL: NaN. */
 struct nvml_sample nvml_read(const struct nvml *nvml);

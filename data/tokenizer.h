@@ -1,5 +1,5 @@
-/* data: text to tokens. Today the byte tokeniser: ids 0..255 are bytes, then BOS 256 and EOS 257; vocabulary 258 is
- * rounded up to 320 so that formats with blocks of 64 fit. A BPE tokenizer will be another implementation. */
+/* data: text to tokens. The byte tokeniser, the only one: ids 0..255 are bytes, then BOS 256 and EOS 257; vocabulary
+ * 258 is rounded up to 320 so that formats with blocks of 64 fit. */
 #pragma once
 
 #include "core/status.h"

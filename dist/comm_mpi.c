@@ -4,18 +4,13 @@
  * deadline, so that a lost rank becomes an error with a name. */
 #include "core/clock.h"
 #include "dist/comm_backend.h"
+#include "dist/patience.h"
 
 #include <mpi.h>
-#include <sched.h>
 #include <stdlib.h>
-#include <time.h>
 
 /* Pieces keep MPI's int counts far from 2^31, and make the timeout one of progress rather than of size. */
 static const size_t piece_bytes = (size_t)64 << 20;
-/* How long we look without sleeping: a rank in step answers within microseconds. In time, not in looks: on a crowded
- * machine each of them gives the processor away for milliseconds. */
-static const double spin_s = 2e-3;
-enum { NAP_NS = 50000 };
 
 static enum status mpi_failed(const struct comm *comm, const char *call, int peer, int code)
 {
@@ -28,10 +23,7 @@ static enum status mpi_failed(const struct comm *comm, const char *call, int pee
 static enum status wait_for(const struct comm *comm, const struct comm_message *m, MPI_Request *request,
                             MPI_Status *result)
 {
-    /* What a gap between two looks counts at most: a process that was itself stopped, with its whole machine perhaps,
-     * must not blame others for the time when it wakes up. */
-    static const double gap_max_s = 0.5;
-    double waited_s = 0, last = clock_s();
+    struct patience patience = patience_begin(m->wait_s, clock_s());
     for (;;) {
         int done = 0;
         int code = MPI_Test(request, &done, result);
@@ -41,20 +33,13 @@ static enum status wait_for(const struct comm *comm, const struct comm_message *
         if (done) {
             return OK;
         }
-        if (waited_s < spin_s) {
-            sched_yield();
-        } else {
-            nanosleep(&(struct timespec){.tv_nsec = NAP_NS}, NULL);
-        }
-        double now = clock_s();
-        waited_s += now - last < gap_max_s ? now - last : gap_max_s;
-        last = now;
-        if (waited_s > m->wait_s) {
+        if (!patience_lasts(&patience, clock_s())) {
             return status_fail(ERR_COMM,
                                "%s: rank %d heard nothing from rank %d for %.1f s (dist.timeout_s %g): that rank has "
                                "died or hangs; its own log says why",
                                m->call, comm->rank, m->peer, m->wait_s, comm->timeout_s);
         }
+        patience_rest(&patience);
     }
 }
 

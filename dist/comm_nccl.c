@@ -3,14 +3,12 @@
 
 #include "core/clock.h"
 #include "core/library.h"
+#include "dist/patience.h"
 
 #include <cuda_runtime_api.h>
 #include <nccl.h>
-#include <sched.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 /* What we call of the library, by its own prototypes. */
 struct library {
@@ -19,7 +17,6 @@ struct library {
     ncclResult_t (*unique_id)(ncclUniqueId *);
     ncclResult_t (*init_rank)(ncclComm_t *, int, ncclUniqueId, int, ncclConfig_t *);
     ncclResult_t (*destroy)(ncclComm_t);
-    ncclResult_t (*abort)(ncclComm_t);
     ncclResult_t (*async_error)(ncclComm_t, ncclResult_t *);
     ncclResult_t (*all_reduce)(const void *, void *, size_t, ncclDataType_t, ncclRedOp_t, ncclComm_t, cudaStream_t);
 };
@@ -31,7 +28,7 @@ struct comm_nccl {
     size_t bucket_bytes;
     ncclComm_t ranks;
     ncclResult_t failure; /* the first error of an enqueued sum */
-    bool lost;            /* a rank did not answer: leave without waiting for it */
+    bool lost;            /* a rank did not answer: nothing may wait for it any more */
 };
 
 static enum status library_open(struct library *l)
@@ -47,7 +44,6 @@ static enum status library_open(struct library *l)
                library_find(l->handle, "ncclGetUniqueId", &l->unique_id) &&
                library_find(l->handle, "ncclCommInitRankConfig", &l->init_rank) &&
                library_find(l->handle, "ncclCommDestroy", &l->destroy) &&
-               library_find(l->handle, "ncclCommAbort", &l->abort) &&
                library_find(l->handle, "ncclCommGetAsyncError", &l->async_error) &&
                library_find(l->handle, "ncclAllReduce", &l->all_reduce);
     return all ? OK : status_fail(ERR_UNSUPPORTED, "libnccl.so.2 is too old: 2.14 or later is needed");
@@ -69,10 +65,10 @@ static enum status too_late(struct comm_nccl *n, const char *what)
         what, n->comm->rank, n->comm->timeout_s);
 }
 
-/* Calls do not block: NCCL works on, and we look whether it is done, until the time-out. */
+/* Calls do not block: NCCL works on, and we look whether it is done, while patience lasts. */
 static enum status wait_ready(struct comm_nccl *n, const char *what)
 {
-    double start = clock_s();
+    struct patience patience = patience_begin(n->comm->timeout_s, clock_s());
     for (;;) {
         ncclResult_t state = ncclSuccess, code = n->library.async_error(n->ranks, &state);
         if (code != ncclSuccess || (state != ncclSuccess && state != ncclInProgress)) {
@@ -81,10 +77,10 @@ static enum status wait_ready(struct comm_nccl *n, const char *what)
         if (state == ncclSuccess) {
             return OK;
         }
-        if (clock_s() - start > n->comm->timeout_s) {
+        if (!patience_lasts(&patience, clock_s())) {
             return too_late(n, what);
         }
-        nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+        patience_rest(&patience);
     }
 }
 
@@ -139,14 +135,18 @@ enum status comm_nccl_open(struct comm_nccl **out, struct comm *comm, const stru
     return OK;
 }
 
-/* The library stays loaded: its threads may still be on their way out. */
+/* ncclCommDestroy waits without a limit until the other ranks have closed their connections, which one that is stopped
+ * never does, so we make sure first that everybody comes. ncclCommAbort may wait for the same: in 2.28 it does not if
+ * all of NCCL's memory is of the cuMem kind, on the host too, else it does (proxy.cc; nccl #863, #1777). So a rank that
+ * has lost another leaves NCCL to the end of the process. The library stays loaded: its threads may still be on their
+ * way out. */
 void comm_nccl_close(struct comm_nccl *n)
 {
     if (n == NULL) {
         return;
     }
-    if (n->ranks != NULL) {
-        (void)(n->lost ? n->library.abort(n->ranks) : n->library.destroy(n->ranks));
+    if (n->ranks != NULL && !n->lost && comm_barrier(n->comm) == OK) {
+        (void)n->library.destroy(n->ranks);
     }
     free(n);
 }
@@ -173,14 +173,14 @@ void comm_nccl_sum(struct comm_nccl *n, void *data, enum dtype dtype, size_t ele
 
 enum status comm_nccl_wait(struct comm_nccl *n, const struct cuda *cuda, const char *what)
 {
-    double start = clock_s();
     if (n == NULL) {
         return cuda_sync(cuda, what);
     }
     if (n->lost) {
         return ERR_COMM; /* said already */
     }
-    for (long polls = 0;; polls++) {
+    struct patience patience = patience_begin(n->comm->timeout_s, clock_s());
+    for (;;) {
         if (n->failure != ncclSuccess) {
             return nccl_failed(n, what, n->failure);
         }
@@ -193,13 +193,9 @@ enum status comm_nccl_wait(struct comm_nccl *n, const struct cuda *cuda, const c
         if (code != ncclSuccess || (state != ncclSuccess && state != ncclInProgress)) {
             return nccl_failed(n, what, code != ncclSuccess ? code : state);
         }
-        if (clock_s() - start > n->comm->timeout_s) {
+        if (!patience_lasts(&patience, clock_s())) {
             return too_late(n, what);
         }
-        if (polls > 1000) {
-            nanosleep(&(struct timespec){.tv_nsec = 50000}, NULL);
-        } else {
-            sched_yield();
-        }
+        patience_rest(&patience);
     }
 }

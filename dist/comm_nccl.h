@@ -1,7 +1,8 @@
 /* dist: sums of gradients between GPUs, by NCCL (loaded at run time). One rank, one GPU. Builds with CUDA only.
  *
  * The order of a sum is NCCL's: fixed for one number of ranks, machine and version, so that runs repeat. All ranks get
- * equal bits. A rank that is lost would block the others for ever: they wait here with the time-out of dist/comm.h. */
+ * equal bits. A rank that is lost would block the others for ever: they wait here with the time-out of dist/comm.h, in
+ * which time when the waiting process itself was stopped does not count either. */
 #pragma once
 
 #include "core/cuda.h"
@@ -14,6 +15,9 @@ struct comm_nccl;
  * ERR_UNSUPPORTED (no library, with what was looked for), ERR_COMM. */
 MUST_CHECK enum status comm_nccl_open(struct comm_nccl **nccl, struct comm *comm, const struct cuda *cuda,
                                       size_t bucket_bytes);
+
+/* Orderly end: all ranks call it, with nothing enqueued. After an error of open or wait it only forgets: NCCL, and a
+ * sum that waits on the GPU, end with the process. */
 void comm_nccl_close(struct comm_nccl *nccl);
 
 /* Enqueues: data (n elements, FP32 or BF16, device memory) becomes its sum over the ranks. BF16 sums are rounded as

@@ -4,8 +4,8 @@
  * A row of the 8B vocabulary is half a megabyte, cut into four slices. For the gradient a cluster of four blocks takes
  * the row, so that each holds its slice in registers between the sum and the gradient: the logits are read once, and
  * each exponential is taken once. For the loss alone one block takes the slices in turn, with the same sums. Blocks
- * stay for many rows; the next slice and half of the one after are on their way to shared memory meanwhile. PTX ISA:
- * clusters, distributed shared memory, cp.async. */
+ * stay for many rows, with the next slice and half of the one after in flight to shared memory. PTX ISA: clusters,
+ * distributed shared memory, cp.async. */
 #include "core/cuda.cuh"
 #include "model/exponential.cuh"
 
@@ -139,9 +139,8 @@ template <int SLICES, bool CLUSTER> struct work {
     }
 };
 
-/* Half a unit on its way to shared memory. A thread copies and uses every THREADS-th four: no barrier between copy and
- * use, and neighbours copy neighbours, so that no sector is asked for twice. Behind the last row there is nothing to
- * wait for. */
+/* Starts the copy of half a unit to shared memory. A thread copies and uses every THREADS-th four, so that no barrier
+ * is needed between copy and use, and accesses coalesce. Behind the last row there is nothing to copy. */
 template <int SLICES, bool CLUSTER>
 __device__ __forceinline__ void half_start(const cross_entropy_rows &a, float4 *held, const work<SLICES, CLUSTER> &w,
                                            int half)

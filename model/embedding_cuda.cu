@@ -2,10 +2,10 @@
  *
  * Backward sums the rows of each token in order: the FP32 additions of embedding_cpu.c, so equal bits, whatever order
  * blocks run in. A first kernel counts tokens; the second sums. Most tokens occur once: their row is loaded together
- * with the gradient that it is added to. Up to SHORT_LIST places of a token are kept where the count finds them, in an
- * order that differs from run to run, and sorted by who sums them. The few tokens with more are summed by blocks that
- * look through all tokens for them, start first, and keep many rows on their way: the chain of one frequent token is
- * the longest path of the whole. */
+ * with the gradient that it is added to. The count keeps up to SHORT_LIST places of a token, in an order that differs
+ * from run to run; the block that sums them sorts them. The few tokens with more are summed by blocks that search all
+ * tokens for them, start first, and keep many rows in flight: the chain of one frequent token is the longest path of
+ * the whole. */
 #include "core/cuda.cuh"
 
 extern "C" {
@@ -15,7 +15,7 @@ extern "C" {
 enum {
     THREADS = 256,
     SHORT_LIST = 16, /* places of a token that the count keeps */
-    GROUP = 4,       /* neighbouring places whose tokens a block of the short lists has on their way together */
+    GROUP = 4,       /* neighbouring places whose tokens a block of the short lists loads together */
     STEP = 4,        /* rows of a short list that are loaded together */
     LONG_COLUMNS = 2 * THREADS,
     LONG_ROWS = 8,      /* of a long list that are copied together ... */
@@ -99,7 +99,7 @@ static __global__ void __launch_bounds__(THREADS) embedding_count_kernel(const i
 
 /* ---- backward: what sums share ---- */
 
-/* Eight gradients: loaded early, so that they are on their way together with the rows, and stored with `sum` added. */
+/* Eight gradients: loaded early, together with the rows, and stored with `sum` added. */
 template <bool BF16> struct gradient8 {
     uint4 words[BF16 ? 1 : 2];
 
@@ -300,7 +300,7 @@ __device__ __forceinline__ int window_places(const int32_t *tokens, int64_t leng
     return all;
 }
 
-/* A block's shared memory: rows come through a ring, so that one block keeps many on their way. PTX ISA, cp.async. */
+/* A block's shared memory: rows come through a ring, so that one block keeps many in flight. PTX ISA, cp.async. */
 struct long_ring {
     uint4 rows[LONG_STEPS * LONG_ROWS][LONG_COLUMNS / 8];
     uint16_t places[LONG_WINDOW];

@@ -67,14 +67,14 @@ void linear_bwd_cpu(const struct linear_bwd *a);
  *
  * linear_weight_bytes_cuda: memory of a weight in its format: codes of w and of w^T with their scale (FP8), represented
  * values (NVFP4), none (BF16). linear_represent_weight_cuda fills it, once per update, and sets linear->codes (FP8) or
- * linear->weight (NVFP4; BF16: w itself). Where linear->amax, device memory, has what linear_amax_cuda would find, w is
+ * linear->weight (NVFP4; BF16: w itself). If linear->amax (device memory) holds what linear_amax_cuda would find, w is
  * read once less.
  *
  * Pointers are multiples of 16 bytes; FP8 and NVFP4 need `in` and `out` to be multiples of 16; any number of rows.
  * Products take their algorithm from core/gemm_cuda.h: run each call once under gemm_cuda_plan_all to have it timed.
- * Random numbers are keyed by on->step->sample and ->update, read at run time; `sample` and `update` are not looked at.
- * Without x_amax and dy_amax, a format that needs one reads the operand once more to find it: linear_amax_cuda, which a
- * caller may also use to keep x's from forward to backward, or merge into the kernel that writes the operand. */
+ * Random numbers are keyed by on->step->sample and ->update, read at run time; `sample` and `update` are ignored.
+ * Without x_amax or dy_amax, a format that needs it reads the operand once more (linear_amax_cuda). A caller may keep
+ * x's from forward to backward, or have the kernel that writes the operand find it. */
 size_t linear_weight_bytes_cuda(enum linear_format format, int64_t out, int64_t in);
 void linear_represent_weight_cuda(struct linear *linear, const bf16 *w, void *memory, const struct cuda *on);
 size_t linear_scratch_bytes_cuda(enum linear_format format, int64_t rows, int64_t in, int64_t out);

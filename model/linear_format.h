@@ -34,8 +34,8 @@ void linear_round_hadamard(const bf16 *x, int64_t rows, int64_t cols, const stru
                            float *transformed, bf16 *y);
 
 /* ---- CUDA: the same values on device memory. Pointers are multiples of 16 bytes, `cols` of 16. ----
- * amax: one number in device memory, at least max |x| and NaN or Inf if x has one; what found it is ours or, merged
- * into the kernel that made x, the caller's. */
+ * amax: one number in device memory: at least max |x|, NaN or Inf if x has one; from linear_amax_cuda, or from the
+ * kernel that made x. */
 
 /* *amax = max |x| of n elements (a multiple of 8). */
 void linear_amax_cuda(const bf16 *x, int64_t n, float *amax, const struct cuda *on);

@@ -103,8 +103,8 @@ const struct model_loss_row *model_losses(const struct model *model);
  * and losses undefined and the statistics zero; waits. */
 MUST_CHECK enum status model_warm_up(struct model *model, void *grads);
 
-/* After an update that changed the weights of the last model_set_weights where they lie: in place of another call, for
- * an optimizer that finds largest magnitudes on its way, which saves formats that need them a pass over the weights.
+/* Instead of another model_set_weights, after an update that changed its weights in place by an optimizer that also
+ * finds the amax of each weight: saves formats that need it a pass over the weights.
  *   model_weight_amax        where that of the parameter at `offset` goes, raised from 0 as bits; parameters of a fused
  *                            matrix share a place; NULL: nobody needs it
  *   model_weight_amax_reset  zeros in all places; before the update

@@ -1,4 +1,4 @@
-/* model: backward on the GPU. The head's part was made in forward; what was not kept is made again, layer by layer. */
+/* model: backward on the GPU. The head's part was made in forward; what was not kept is recomputed, layer by layer. */
 #include "core/cuda.h"
 #include "model/embedding.h"
 #include "model/linear_format.h"
@@ -37,8 +37,8 @@ static void project_back(const struct pass *w, int layer, enum projection p, con
     model_group_close(m);
 }
 
-/* d (n, C), the gradient of the residual stream, takes on what comes through a norm (its output's gradient lies in
- * branch): d += its dx, or d = dx for the final norm, which no stream passes by. amax: of the new d. */
+/* Adds to d (n, C), the gradient of the residual stream, what comes back through a norm (whose output's gradient lies
+ * in branch): d += its dx, or d = dx for the final norm, which no residual bypasses. amax: of the new d. */
 static void norm_back(const struct pass *w, size_t gain, const bf16 *x, bool passes_by, float *amax)
 {
     const struct model *m = w->m;
@@ -141,8 +141,8 @@ static void attention_back(const struct pass *w, int index)
     model_group_close(m);
 }
 
-/* All that forward had when the layer's second norm was done, with normed and its inverse roots; gate_up as well.
- * Largest magnitudes are those of forward. */
+/* Makes again what forward had after the layer's second norm, normed and its inverse RMS included, and gate_up unless
+ * it was kept. amax values are those of forward. */
 static void recompute(const struct pass *w, int index)
 {
     const struct model *m = w->m;
@@ -176,7 +176,7 @@ static void layer_backward(const struct pass *w, int index)
     model_range_open(name);
     recompute(w, index);
 
-    /* The pass over gate_up that needs dactivated makes activated on its way: the weight's gradient comes after it. */
+    /* The pass over gate_up that needs dactivated also recomputes activated: the weight's gradient comes after it. */
     project_back(w, index, PROJECTION_DOWN, NULL, g->d, g->dactivated);
     model_group_open(m, "swiglu backward");
     swiglu_bwd_cuda(&(struct swiglu_bwd){.rows = w->n,

@@ -193,8 +193,8 @@ static void project_back(const struct model *m, const struct backward *w, int la
                                         .scratch = m->scratch.linear});
 }
 
-/* d (T, C), the gradient of the residual stream, takes on the gradient that came through a norm: d += its dx, or
- * d = dx for the final norm, which no stream passes by. */
+/* Adds to d (T, C), the gradient of the residual stream, what comes back through a norm: d += its dx, or d = dx for the
+ * final norm, which no residual bypasses (`passes_by`). */
 static void norm_back(const struct model *m, const struct backward *w, size_t gain, const bf16 *x, const float *inv_rms,
                       const bf16 *dy, bool passes_by)
 {

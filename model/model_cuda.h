@@ -45,8 +45,8 @@ struct model_cuda {
     struct kept *kept;  /* owns the table; (L) */
     bf16 *residual;     /* (L + 1, n, C): what enters each layer, and what leaves the last */
     bf16 *hidden;       /* (n, C): after the final norm */
-    bf16 *normed;       /* (n, C): output of the norm that ran last, */
-    float *inv_rms;     /* (n): and its inverse roots; of the final norm from forward to backward */
+    bf16 *normed;       /* (n, C): output of the norm that ran last */
+    float *inv_rms;     /* (n): its inverse RMS; the final norm's is kept from forward to backward */
     bf16 *branch;       /* (n, C): before it joins the residual stream; in backward the gradient of a norm's output; the
                            final norm's lies here from forward to backward */
     bf16 *d;            /* (n, C): gradient of the residual stream */
@@ -57,7 +57,7 @@ struct model_cuda {
     int32_t *made_up;                 /* (2, n): tokens and targets of the warm-up */
     struct model_loss_row *loss_rows; /* (B) */
 
-    /* One memory: the feed-forward's half of a layer, attention's half, */
+    /* These three share one memory: the feed-forward's half of a layer, attention's half, */
     bf16 *activated, *dgate_up, *dactivated; /* (n, F), (n, 2 F), (n, F) */
     bf16 *dattended, *dqkv;                  /* (n, H D), (n, (H + 2 Hkv) D) */
     /* and, with `tool`, the head. */
@@ -85,23 +85,23 @@ static inline bf16 *model_residual_cuda(const struct model *m, int layer)
     return m->gpu->residual + layer * m->gpu->rows * m->config.width;
 }
 
-/* Where the largest |x| of a product is kept, or |dy|; NULL in BF16, which has no scale. What makes an operand
- * publishes it there: x's is known in backward, too. */
+/* Where the amax of a projection's x, or dy, is kept; NULL for BF16, which has no scale. The kernel that writes the
+ * operand finds it; x's is kept for backward. */
 static inline float *model_amax_cuda(const struct model *m, int layer, enum projection p, bool of_dy)
 {
     int64_t at = ((int64_t)of_dy * m->config.layers + layer) * PROJECTIONS + p;
     return m->layers[layer].linear[p].format == LINEAR_BF16 ? NULL : m->gpu->amax + at;
 }
 
-/* Where attention adds its statistics, or NULL. What is made again adds to a place that nobody reads: the same kernels
- * must run as the first time. */
+/* Where attention adds its statistics, or NULL. A recomputed forward adds to a dummy: the same kernels must run as the
+ * first time. */
 static inline struct attention_stats *model_stats_cuda(const struct model *m, int layer, bool again)
 {
     return m->gpu->uncounted ? NULL : &m->stats[again ? m->config.layers : layer];
 }
 
-/* Operators of a layer, shared by forward and backward, which recomputes: `again`, what was counted and measured in
- * forward is not once more. model_fwd_cuda.c */
+/* Operators of a layer, shared by forward and backward, which recomputes (`again`: without the statistics and amax that
+ * forward has gathered). model_fwd_cuda.c */
 struct norm {
     size_t gain;
     const bf16 *x, *branch; /* with a branch: sum = x + branch first */

@@ -12,7 +12,7 @@ extern "C" {
 enum { WIDE_PARTS = 264, NARROW_PARTS = 396 };
 enum { COLUMN_ROWS = 32 /* parts that the column sum adds side by side */ };
 
-/* Sixteen bytes from global to shared memory, zeros where `in` is false; the copy is on its way until its group has
+/* Sixteen bytes from global to shared memory, zeros where `in` is false; the copy is in flight until its group has
  * been waited for. PTX ISA, cp.async. */
 __device__ __forceinline__ void copy16_start(uint4 *shared, const bf16 *from, bool in)
 {
@@ -26,7 +26,7 @@ __device__ __forceinline__ void copies_commit()
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-/* Waits until at most `pending` of this thread's groups are on their way. */
+/* Waits until at most PENDING of this thread's groups are in flight. */
 template <int PENDING> __device__ __forceinline__ void copies_wait()
 {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -57,7 +57,7 @@ __device__ __forceinline__ int64_t walk_at(const walk &w, int64_t stride, int64_
     return (int64_t)w.row * (int)stride + w.group * (int)width;
 }
 
-/* Items on their way are kept in a ring in shared memory. A thread reads only what it copied itself: no barriers. */
+/* Items in flight are kept in a ring in shared memory. A thread reads only what it copied itself: no barriers. */
 template <int VECTORS> struct ring {
     static const int stages = VECTORS == 4 ? 2 : 4;
     uint4 *shared; /* (stages, 3 arrays, VECTORS, threads), this thread's */

@@ -7,7 +7,7 @@ extern "C" {
 #include "model/rmsnorm.h"
 }
 
-enum { NARROW_ITEMS = 2 /* that a team has on their way */ };
+enum { NARROW_ITEMS = 2 /* that a team has in flight */ };
 
 /* One unit in the last place beside the CPU's 1 / sqrt. */
 __device__ __forceinline__ float inverse_rms(float squares, float inverse_width, float eps)

@@ -1,4 +1,4 @@
-/* model: who normalises what on the GPU. For rmsnorm's .cu files only.
+/* model: the teams of threads that normalise on the GPU. For rmsnorm's .cu files only.
  *
  * A team takes one group of `width` neighbours (an item): the lanes of a part of a warp for heads and tiny models, one
  * vector of eight a lane, or a block for wide rows, two vectors a lane, four beyond a width of 8192. */

@@ -12,8 +12,8 @@ void rope_inverse_frequencies(const struct rope_config *rope, int head_dim, floa
 /* cosine, sine (positions, D/2) fp32 of the angles fl32(position * inverse frequency). */
 void rope_table(const struct rope_config *rope, int head_dim, int64_t positions, float *cosine, float *sine);
 
-/* Turns every head of x (rows, heads, D) bf16 in place, row r being position r; FP32, one rounding to BF16.
- * `inverse` turns back: the backward pass. */
+/* Rotates every head of x (rows, heads, D) bf16 in place; row r is position r; FP32, one rounding to BF16. `inverse`
+ * rotates back: the backward pass. */
 struct rope_apply {
     bf16 *x;
     int64_t rows, row_stride, heads, head_dim;
@@ -26,8 +26,8 @@ void rope_apply_cpu(const struct rope_apply *a);
  * bytes. The bits of rope_apply_cpu. */
 void rope_apply_cuda(const struct rope_apply *a, int64_t length, const struct cuda *on);
 
-/* The same, and the largest |x| of what it made; Infinity if anything is not finite. Heads beside those that turn are
- * only read. D as rope_measures has it. */
+/* The same, and the amax of the results, Infinity if anything is not finite. Heads of `beside` are measured, not
+ * rotated. Wants rope_measures(head_dim). */
 struct rope_largest {
     const bf16 *beside; /* (rows, beside_heads, D) */
     int64_t beside_stride, beside_heads;

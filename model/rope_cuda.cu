@@ -1,7 +1,7 @@
 /* model: RoPE on the GPU, in place. The same FP32 operations as rope_cpu.c, none contracted: equal bits.
  *
- * A thread turns eight pairs of several heads of one row, so that the angles are read once for those heads and several
- * loads are on their way at a time. */
+ * A thread rotates eight pairs of several heads of one row, so that the angles are read once for those heads and
+ * several loads are in flight at a time. */
 #include "core/cuda.cuh"
 
 extern "C" {

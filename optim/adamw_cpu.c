@@ -1,4 +1,4 @@
-/* optim: AdamW on the CPU: the meaning of the update for every later device.
+/* optim: AdamW on the CPU: the meaning of the update on every device.
  *
  * Elements are worked on in short blocks: widen to FP32, compute, narrow. The computing loop is the same in all modes
  * and has no branches, so it vectorises; what differs between the modes are the two ends. */

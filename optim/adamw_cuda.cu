@@ -17,7 +17,7 @@ extern "C" {
 }
 
 enum {
-    ADAMW_QUADS = 2, /* groups of four elements that a thread has on their way */
+    ADAMW_QUADS = 2, /* groups of four elements that a thread has in flight */
     PHILOX_ROUNDS = 10,
 };
 
@@ -274,7 +274,7 @@ __device__ __forceinline__ void prefetch(const void *array, uint64_t byte)
     asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char *>(array) + byte));
 }
 
-/* What quads_step will load, on its way to the L2 cache: registers for it there are none. */
+/* Prefetches what quads_step will load into the L2 cache: there are no registers for it. */
 template <bool MASTER, bool MOMENTS_BF16, bool GRADS_BF16>
 __device__ __forceinline__ void quads_prefetch(const update &u, uint64_t at)
 {

@@ -10,7 +10,7 @@ extern "C" {
 struct plan_segment {
     uint64_t offset, elements, first_block;
     uint64_t weights_stream, moments_stream; /* of random numbers */
-    float *amax;                             /* a place that nobody reads where it is not wanted */
+    float *amax;                             /* a dummy where it is not wanted */
     uint64_t decays;
 };
 
@@ -22,7 +22,7 @@ struct __align__(16) plan_block
     uint16_t n, decays; /* elements; as of the segment */
 };
 
-/* In memory: the segments' table behind the blocks' table, then the place that nobody reads. */
+/* In memory: the segments' table behind the blocks' table, then the dummy. */
 __host__ __device__ __forceinline__ const plan_segment *plan_segments(const void *plan, int64_t blocks)
 {
     return reinterpret_cast<const plan_segment *>(static_cast<const plan_block *>(plan) + blocks);

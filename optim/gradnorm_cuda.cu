@@ -1,7 +1,7 @@
 /* optim: the global gradient norm on the GPU: the FP64 sums and trees of gradnorm.c, so its bits.
  *
  * A block of 4096 elements has eight chains of 512 additions (element i in chain i mod 8): too few for the machine, so
- * a warp takes four blocks at a time, a tile of each through shared memory, the next tile on its way meanwhile. */
+ * a warp takes four blocks at a time, a tile of each through shared memory, the next tile in flight meanwhile. */
 #include "core/cuda.cuh"
 #include "optim/adamw_plan.cuh"
 

@@ -16,7 +16,7 @@ export OMP_NUM_THREADS=1
 takes_part()
 {
     case $1:${2##*/} in
-    *:gpu_train | *:gpu_bits | *:gpu_faults | *:gpu_nccl | *:gpu_ranks) return 1 ;;
+    *:gpu_train | *:gpu_bits | *:gpu_faults | *:gpu_nccl | *:gpu_ranks | *:gpu_two_ranks) return 1 ;;
     racecheck:gpu_gemm | racecheck:gpu_model_bits | racecheck:train_gpt8b) return 1 ;;
     racecheck:gpu_sm90_inputs | racecheck:gpu_sm90_shapes | racecheck:gpu_sm90_long | racecheck:gpu_sm90_maps) return 0 ;;
     racecheck:gpu_sm90_*) return 1 ;;

@@ -24,7 +24,7 @@ struct source {
     enum status status;
 };
 
-/* First row of a section, -1 if nobody reads it. */
+/* First row of a section, -1 if there is none. */
 static int section_find(const char *section)
 {
     for (int i = 0; i < config_key_count; i++) {
@@ -162,7 +162,7 @@ static enum status check_section_line(struct source *source, const char *line)
         for (int i = 0; i < config_key_count; i++) {
             sections[i] = config_keys[i].section;
         }
-        return status_fail(ERR_CONFIG, "%s:%d: nobody reads section [%s]; the nearest is [%s]", source->place.source,
+        return status_fail(ERR_CONFIG, "%s:%d: unknown section [%s]; the nearest is [%s]", source->place.source,
                            source->place.line, section, config_nearest(section, sections, config_key_count));
     }
     if (source->section_at[first] != 0) {

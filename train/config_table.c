@@ -50,11 +50,9 @@ const struct config_key config_keys[] = {
          "stop with a checkpoint and exit status 4 after this time; 0: no limit"),
     INT("run", "seed", run.seed, "1", 0, COUNT_MAX, RESUME_FIXED,
         "of initial weights, sample order and stochastic rounding"),
-    ENUM(
-        "run", "deterministic", run.deterministic, determinism_names, "auto", RESUME_NOTICE,
-        "any: equal bits over 1, 2, 4, ... ranks, the only way of the CPU; layout: equal bits for equal ranks, "
-        "micro-batch and choices of products, on CUDA; off: on CUDA, sums in any order where that is faster; auto: any "
-        "on the CPU, layout on CUDA"),
+    ENUM("run", "deterministic", run.deterministic, determinism_names, "auto", RESUME_NOTICE,
+         "any (CPU only): equal bits over 1, 2, 4, ... ranks; layout (CUDA): equal bits for equal ranks, micro-batch "
+         "and GEMM algorithms; off (CUDA): sums in any order where faster; auto: any on the CPU, layout on CUDA"),
 
     INT("model", "layers", model.layers, NULL, 1, 1000, RESUME_FIXED, "transformer layers"),
     INT("model", "width", model.width, NULL, 1, 1e6, RESUME_FIXED, "hidden size"),
@@ -86,10 +84,13 @@ const struct config_key config_keys[] = {
     ENUM("attention", "pv", attention.pv, pv_format_names, "bf16", RESUME_FIXED, "format of P and V"),
     ENUM("attention", "mx_rule", attention.mx_rule, mx_family_names, "nearest", RESUME_FIXED,
          "exponents of MXFP4 blocks: nearest amplitude (the paper's) or OCP"),
-    ENUM("attention", "p_map", attention.p_map, p_map_names, "exact", RESUME_FIXED, "from scores to codes of P"),
+    ENUM("attention", "p_map", attention.p_map, p_map_names, "exact", RESUME_FIXED,
+         "how scores become codes of P: exact; threshold (the same codes); code_space or affine (Direct-P); accurate "
+         "(the paper's mixture of affine and exact)"),
     REAL("attention", "affine_a", attention.affine_a, "1.5", -100, 100, RESUME_FIXED, "slope of the affine p_map"),
     REAL("attention", "affine_b", attention.affine_b, "1.2", -100, 100, RESUME_FIXED, "offset of the affine p_map"),
-    ENUM("attention", "anchor", attention.anchor, p_anchor_names, "row", RESUME_FIXED, "reference of a row of P"),
+    ENUM("attention", "anchor", attention.anchor, p_anchor_names, "row", RESUME_FIXED,
+         "what P of a row is relative to: its maximum, rounded up; zero; or a sampled maximum (the paper's guard)"),
     ENUM("attention", "v_diag", attention.v_diag, v_diag_names, "blocked", RESUME_FIXED,
          "format of V in the diagonal block; fp8 keeps blocked V causal"),
     INT("attention", "sink_keys_fp8", attention.sink_keys_fp8, "0", 0, 1e6, RESUME_FIXED,
@@ -102,7 +103,7 @@ const struct config_key config_keys[] = {
     ENUM("attention", "bwd_p", attention.bwd_p, bwd_p_names, "", RESUME_FIXED, "P in backward; empty: by the preset"),
     ENUM("attention", "bwd_v", attention.bwd_v, bwd_v_names, "", RESUME_FIXED, "V in dP; empty: by the preset"),
     ENUM("attention", "bwd_stat", attention.bwd_stat, bwd_stat_names, "", RESUME_FIXED,
-         "row statistic; empty: by the preset"),
+         "row statistic r in dS = P (dP - r); empty: by the preset"),
     ENUM("attention", "do_format", attention.do_format, do_format_names, "", RESUME_FIXED,
          "format of dO; empty: by the preset"),
     ENUM("attention", "do_scale", attention.do_scale, do_scale_names, "", RESUME_FIXED,
@@ -113,9 +114,9 @@ const struct config_key config_keys[] = {
          "Q and K in dQ and dK; empty: by the preset"),
     REAL("attention", "debug_leak", attention.debug_leak, "0", -1, 1, RESUME_FIXED,
          "a planted error, for controls: r is shifted so that each row's sum of dS changes by this fraction of its sum "
-         "of |dS|; a key of this section so that arms may differ in it. Needs debug.allow"),
-    TEXT("attention", "variant", KEY_TEXT, attention_variant, "auto", RESUME_FREE,
-         "implementation by name; one that cannot run is an error"),
+         "of |dS|. In this section so that arms may set it. Needs debug.allow"),
+    TEXT("attention", "variant", KEY_TEXT, attention_variant, "auto", RESUME_NOTICE,
+         "implementation: auto, cpu, cuda or sm90; one that cannot run is an error"),
 
     ENUM("linear", "attn", linear.attn, linear_format_names, "bf16", RESUME_FIXED,
          "format of the Q, K, V, O projections"),
@@ -149,20 +150,20 @@ const struct config_key config_keys[] = {
          "wsd: the last part of the run, which decays"),
 
     TEXT("data", "train", KEY_GLOBS, data.train, "", RESUME_FREE,
-         "globs of training shards, blanks between; on resume their contents are compared, not their names. Must be "
-         "given, but for run.mode = step_time, which without it takes random tokens"),
+         "globs of training shards, blanks between; on resume their contents are compared, not their names. "
+         "Required, except by run.mode = step_time, which takes random tokens without it"),
     TEXT("data", "val", KEY_GLOBS, data.val, "", RESUME_FREE, "globs of validation shards; empty: no evaluation"),
     TEXT("data", "tokenizer", KEY_PATH, data.tokenizer, "", RESUME_FREE,
          "tokenizer.json to put into checkpoints; empty: written for the byte tokeniser's vocabulary, else none"),
     INT("data", "batch", data.batch, NULL, 1, 1e5, RESUME_FIXED, "sequences of an update, over all ranks"),
     INT("data", "micro_batch", data.micro_batch, "1", 1, 1e9, RESUME_FREE,
         "sequences of a rank that run at once; divides data.batch over the ranks. On CUDA scales of linear recipes "
-        "span "
-        "them; run.deterministic = any sums gradients by sample, so the CPU takes 1 only"),
+        "span them; run.deterministic = any sums gradients by sample, so the CPU takes 1 only"),
     INT("data", "seq_len", data.seq_len, NULL, 1, 1e8, RESUME_FIXED, "tokens of a sequence"),
     INT("data", "prefetch", data.prefetch, "2", 0, 64, RESUME_FREE, "batches read ahead"),
 
-    REAL("dist", "timeout_s", timeout_s, "600", 1, 1e6, RESUME_FREE, "a rank that waits longer ends the run"),
+    REAL("dist", "timeout_s", timeout_s, "600", 1, 1e6, RESUME_FREE,
+         "a rank that waits longer for another ends the run"),
     INT("dist", "bucket_mb", bucket_mb, "256", 1, 65536, RESUME_FREE,
         "CUDA: MiB of gradients that one call of NCCL sums; the CPU sums all at once"),
 
@@ -178,9 +179,8 @@ const struct config_key config_keys[] = {
 
     INT("log", "every", log_every, "1", 1, COUNT_MAX, RESUME_FREE, "updates between rows of metrics.jsonl"),
     INT("log", "attention_every", attention_every, "1", 0, COUNT_MAX, RESUME_NOTICE,
-        "CUDA: updates between statistics of attention, 0: none. Updates without them may run faster kernels, with "
-        "other "
-        "roundings; the CPU makes them always"),
+        "CUDA: updates between statistics of attention, 0: none. Updates without them may run faster kernels (sm90), "
+        "with other roundings; the CPU makes them always"),
     BOOL("log", "stdout", log_stdout, "true", RESUME_FREE, "a console line for each row"),
 
     INT("eval", "every", eval_every, "0", 0, COUNT_MAX, RESUME_FREE, "updates between evaluations; 0: at the end only"),
@@ -189,7 +189,7 @@ const struct config_key config_keys[] = {
     BOOL("divergence", "stop", divergence_stop, "true", RESUME_FREE,
          "end the run, exit status 3, once it has diverged"),
     INT("divergence", "window", watch.window, "100", 1, WATCH_WINDOW_MAX, RESUME_NOTICE,
-        "updates that baselines look back on"),
+        "updates that the baselines are medians of"),
     REAL("divergence", "loss_rise_suspect", watch.loss_rise_suspect, "0.5", 0, 1e6, RESUME_NOTICE,
          "nats above the best level: suspect"),
     REAL("divergence", "loss_rise_diverged", watch.loss_rise_diverged, "0.75", 0, 1e6, RESUME_NOTICE,
@@ -211,22 +211,22 @@ const struct config_key config_keys[] = {
          "what an arm does once it has diverged"),
 
     TEXT("device", "kind", KEY_TEXT, device, "auto", RESUME_FREE, "auto, cpu or cuda"),
-    ENUM("device", "recompute", recompute, recompute_names, "none", RESUME_FREE,
-         "block: keep block inputs only and run forward again in backward; gate_up (CUDA): that product alone is run "
-         "again; changes no bit"),
+    ENUM(
+        "device", "recompute", recompute, recompute_names, "none", RESUME_FREE,
+        "block: keep layer inputs only and run the forward again in backward; gate_up (CUDA): run only the gate and up "
+        "product again; changes no bit"),
     BOOL("device", "graphs", graphs, "true", RESUME_FREE,
          "CUDA: forward and backward are recorded once and replayed; changes no bit"),
     TEXT("device", "gemm_choices", KEY_PATH, gemm_choices, "", RESUME_FREE,
-         "CUDA: file of the algorithms chosen for products: read if it is there, then written with what it lacked, by "
-         "rank 0, whose choices all ranks take; runs that share it have equal bits; one of another GPU or cuBLASLt is "
-         "replaced. Empty: in a study one "
-         "for all arms, on resume the checkpoint's own, else timed anew"),
+         "CUDA: file of the GEMM algorithms: rank 0 reads it if it exists, adds what it lacks, and all ranks use its "
+         "choices. Runs that share it have equal bits; one of another GPU or cuBLASLt is replaced. Empty: in a study "
+         "one for all arms, on resume the checkpoint's own, else timed anew"),
 
     BOOL("debug", "allow", debug_allow, "false", RESUME_FREE,
          "permits errors that are planted on purpose: debug.fault and attention.debug_leak"),
     TEXT("debug", "fault", KEY_TEXT, debug_fault, "", RESUME_FREE,
-         "KIND@UPDATE:RANK: nan_grad or inf_grad in one gradient element, nan_weight, or the rank's process does exit, "
-         "hang, kill (itself); again after a resume. Empty: none"),
+         "KIND@UPDATE:RANK with KIND nan_grad, inf_grad (one gradient element), nan_weight, or exit, hang, kill (the "
+         "rank's process); again after a resume. Empty: none"),
 };
 const int config_key_count = sizeof config_keys / sizeof config_keys[0];
 _Static_assert(sizeof config_keys / sizeof config_keys[0] <= CONFIG_KEYS_MAX, "raise CONFIG_KEYS_MAX");

@@ -20,9 +20,9 @@ struct engine {
     /* Opens the device, before anything is planned. */
     enum status (*open)(struct trainer *t);
 
-    /* Takes state, gradients and batch: where the model computes, and in memory of the host (on the CPU both are one
-     * arena). The same calls for measuring and for real. `release` frees what carve made beside the arenas; it may be
-     * called without it. */
+    /* Carves state, gradients and batch, from `arena` where the model computes and from `host` (on the CPU one arena).
+     * The same calls measure and take. `release` frees what carve made beside the arenas; it may be called without
+     * carve. */
     enum status (*carve)(struct trainer *t, struct arena *arena, struct arena *host);
     void (*release)(struct trainer *t);
     void (*close)(struct trainer *t);
@@ -34,12 +34,11 @@ struct engine {
      * t->sample_stats (others zero) and the times of `r`. */
     enum status (*gradients)(struct trainer *t, struct step_result *r, struct step_gradients *g);
 
-    /* The update with these gradients; the model hears of the new weights. */
+    /* Applies the update with these gradients, and tells the model of the new weights. */
     enum status (*apply)(struct trainer *t, struct step_result *r, float clip_scale);
 
-    /* Before an update or an evaluation, all ranks alike, the first time: algorithms of the products are chosen (t's
-     * model; another one, and a sample alone where data.micro_batch is more, take what is proposed first: the same in
-     * every run). */
+    /* Before the first update or evaluation, by all ranks: chooses the GEMM algorithms of t's model. (Another model,
+     * and a single sample where data.micro_batch is more, take cuBLASLt's first proposal, the same in every run.) */
     enum status (*prepare)(struct trainer *t);
 
     /* Loss of one sample of t->tokens, nothing kept. `model` may be another one over the same weights. */
@@ -54,7 +53,7 @@ struct engine {
     /* The memory of a checkpoint's tensor, parameter number `param` of an array: fills data and store. */
     void (*expose)(struct trainer *t, enum state_array array, int param, struct checkpoint_tensor *tensor);
 
-    /* Algorithms that a checkpoint's run had chosen for its products (file `path`), before the first update. */
+    /* Takes the GEMM algorithms of a checkpoint (file `path`), before the first update. */
     enum status (*recall)(struct trainer *t, const char *path);
 
     /* GiB: the most that this process ever held; of a GPU, what is in use on it. */

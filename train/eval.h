@@ -7,6 +7,6 @@
  * any number of them. NaN without data.val. */
 MUST_CHECK enum status eval_run(struct trainer *trainer, double *loss);
 
-/* The same weights with attention's P and V in FP8, all else as trained: how much of a loss is owed to what FP4 blocks
- * of V let earlier rows see of later keys. NaN, and a line in the log, where the recipe has no such neighbour. */
+/* The same weights with attention's P and V in FP8, all else as trained: shows how much of a loss comes from FP4 blocks
+ * of V that let earlier rows see later keys. NaN, and a line in the log, where the recipe has no FP8 counterpart. */
 MUST_CHECK enum status eval_run_pv_fp8(struct trainer *trainer, double *loss);

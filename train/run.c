@@ -27,7 +27,6 @@ struct run {
     int64_t updates;
 };
 
-/* The log and the configuration as used, so that a run folder explains itself. */
 static enum status open_log(const struct config *config, const struct comm *comm)
 {
     char path[PATH_BYTES];
@@ -35,7 +34,17 @@ static enum status open_log(const struct config *config, const struct comm *comm
         return OK;
     }
     snprintf(path, sizeof path, "%s/log.txt", config->run.out);
-    TRY(log_open_file(path));
+    return log_open_file(path);
+}
+
+/* The configuration as used, so that a run folder explains itself. Written once the run is sure to begin: a refused
+ * resume leaves that of the run which the folder holds. */
+static enum status dump_config(const struct config *config, const struct comm *comm)
+{
+    char path[PATH_BYTES];
+    if (comm->rank != 0) {
+        return OK;
+    }
     snprintf(path, sizeof path, "%s/config.toml", config->run.out);
     return config_dump(config, path);
 }
@@ -91,8 +100,8 @@ static void report_start(const struct trainer *t)
         t->config->optim.clip > 0 ? "by the global norm" : "off");
 }
 
-/* Lock before anything is read or written; data and memory before the checkpoint, which is checked against both; the
- * old rows are cut last, once it is known where the run goes on. */
+/* Lock before anything is read or written; data and memory before the checkpoint, which is checked against both;
+ * config.toml and the rows change last, once it is known where the run goes on. */
 static enum status start(struct run *run, struct comm *comm, const struct device *device)
 {
     struct trainer *t = &run->trainer;
@@ -106,6 +115,7 @@ static enum status start(struct run *run, struct comm *comm, const struct device
         TRY(snapshot_load(t, run->options->start_from, "attention.* linear.* run.seed"));
     }
     report_start(t);
+    TRY(ranks_agree(comm, dump_config(run->config, comm)));
     TRY(ranks_agree(comm, metrics_open(&run->metrics, run->config->run.out, t->update, comm->rank)));
     ranks_quiet(comm, false);
     return OK;
@@ -250,6 +260,7 @@ enum status run_train(const struct config *config, struct comm *comm, const stru
             status = conclude(run, status);
         }
     }
+    ranks_leave(comm, status);
     metrics_close(&run->metrics);
     trainer_close(&run->trainer);
     log_close_file();

@@ -10,8 +10,8 @@ MUST_CHECK enum status snapshot_save(struct trainer *trainer, const char *out);
  * (config_compare with `allowed`), and its training data hold the same tokens. */
 MUST_CHECK enum status snapshot_load(struct trainer *trainer, const char *path, const char *allowed);
 
-/* By checkpoint.resume: auto takes the newest good one of `out` if there is any; never fails if there is one; a path
- * loads that. *resumed says whether anything was loaded. All ranks call it. */
+/* By checkpoint.resume: "auto" takes the newest good one of `out`, if any; "never" fails if `out` has one; a path loads
+ * that one. *resumed says whether anything was loaded. All ranks call it. */
 MUST_CHECK enum status snapshot_resume(struct trainer *trainer, const char *out, bool *resumed);
 
 /* Path of the newest healthy checkpoint of `out`, "" if there is none. Marks those after `onset` suspect first, where

@@ -371,7 +371,7 @@ enum status gpu_warm_up(struct trainer *t)
     return OK;
 }
 
-/* All that the process made the GPU give, or that others on it hold; memory of a GPU is not shared out unseen. */
+/* All memory in use on the GPU, by this process and by others. */
 static double memory_gib_gpu(const struct trainer *t)
 {
     int64_t left = 0;

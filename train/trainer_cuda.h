@@ -23,7 +23,7 @@ struct gpu {
     int32_t *tokens, *targets; /* device: one micro-batch */
     void *results;             /* device: gpu_results in a row */
     size_t results_bytes;
-    float *master_piece; /* device: FP32 master weights on their way to or from a checkpoint */
+    float *master_piece; /* device: FP32 master weights between arrays and a checkpoint */
     void *pinned;        /* owns; page-locked: results_host, the trainer's batch, staging */
     void *results_host;
     void *staging; /* `store.piece` bytes */

@@ -1,5 +1,6 @@
-/* NCCL behind dist: one rank is a no-op; two ranks, where there are two GPUs, add exactly, repeat, agree, and do not
- * wait for ever. Ranks are two processes joined by a socket, so that no MPI is needed; CUDA starts after the fork. */
+/* NCCL behind dist: one rank is a no-op; two ranks, where there are two GPUs, add exactly, repeat, agree, do not wait
+ * for ever, and do not blame each other for time when they were stopped. Ranks are two processes joined by a socket, so
+ * that no MPI is needed; CUDA starts after the fork. */
 #include "core/cuda.h"
 #include "core/rng.h"
 #include "dist/comm_nccl.h"
@@ -7,6 +8,7 @@
 #include "tests/test.h"
 
 #include <cuda_runtime_api.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -105,7 +107,8 @@ static int role_sums(struct comm *comm)
     return failed;
 }
 
-/* Rank 1 joins and then does nothing: rank 0 must not wait longer than the time-out. */
+/* Rank 1 joins and then does nothing until rank 0 has given up and left, which must not take longer than the time-out.
+ */
 static int role_lost(struct comm *comm)
 {
     struct cuda *cuda;
@@ -116,15 +119,57 @@ static int role_lost(struct comm *comm)
         cuda_alloc(&device, ELEMENTS * sizeof(float), "test") != OK) {
         return 1;
     }
+    char word = 0;
     if (comm->rank == 1) {
-        sleep(10);
-        _exit(0);
+        return comm_recv(comm, &word, 1, 0) == OK ? 0 : 3;
     }
     time_t start = time(NULL);
     comm_nccl_sum(nccl, device, DTYPE_F32, ELEMENTS);
     enum status status = comm_nccl_wait(nccl, cuda, "test");
     bool named = strstr(status_last_message(), "one has died or hangs") != NULL;
-    return status == ERR_COMM && named && time(NULL) - start < 8 ? 0 : 2;
+    comm_nccl_close(nccl); /* does not wait either, though the sum is still on the GPU */
+    bool right = status == ERR_COMM && named && time(NULL) - start < 8;
+    return comm_send(comm, &word, 1, 1) == OK && right ? 0 : 2;
+}
+
+/* Rank 0 waits for rank 1, and is itself stopped for longer than the time-out: it must wait on when it wakes. The sum
+ * that it waits for is enqueued soon after. */
+static int role_stopped(struct comm *comm)
+{
+    struct cuda *cuda;
+    struct comm_nccl *nccl;
+    void *device;
+    if (cuda_open(&cuda, comm->rank) != OK || comm_nccl_open(&nccl, comm, cuda, BUCKET) != OK ||
+        cuda_alloc(&device, ELEMENTS * sizeof(float), "test") != OK) {
+        return 1;
+    }
+    comm_nccl_sum(nccl, device, DTYPE_F32, ELEMENTS); /* the first joins the GPUs, which takes its time */
+    if (comm_nccl_wait(nccl, cuda, "first sum") != OK) {
+        return 2;
+    }
+    int64_t pid = getpid();
+    comm->timeout_s = 4;
+    if (comm->rank == 0 && comm_send(comm, &pid, sizeof pid, 1) != OK) {
+        return 3;
+    }
+    if (comm->rank == 1) {
+        if (comm_recv(comm, &pid, sizeof pid, 0) != OK) {
+            return 3;
+        }
+        nanosleep(&(struct timespec){.tv_nsec = 200000000}, NULL);
+        kill((pid_t)pid, SIGSTOP);
+        nanosleep(&(struct timespec){.tv_sec = 5}, NULL);
+        kill((pid_t)pid, SIGCONT);
+        nanosleep(&(struct timespec){.tv_nsec = 200000000}, NULL);
+    }
+    comm_nccl_sum(nccl, device, DTYPE_F32, ELEMENTS);
+    if (comm_nccl_wait(nccl, cuda, "second sum") != OK) {
+        return 4;
+    }
+    comm_nccl_close(nccl);
+    cuda_free(device);
+    cuda_close(cuda);
+    return 0;
 }
 
 static void test_two_ranks_add(void **state)
@@ -143,6 +188,15 @@ static void test_a_lost_rank_ends_the_wait(void **state)
         skip();
     }
     assert_int_equal(sockets_run(role_lost), 0);
+}
+
+static void test_a_stopped_rank_waits_on(void **state)
+{
+    (void)state;
+    if (!sockets_two_gpus()) {
+        skip();
+    }
+    assert_int_equal(sockets_run(role_stopped), 0);
 }
 
 /* Last: from here on this process has CUDA. */
@@ -173,6 +227,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_two_ranks_add),
         cmocka_unit_test(test_a_lost_rank_ends_the_wait),
+        cmocka_unit_test(test_a_stopped_rank_waits_on),
         cmocka_unit_test(test_one_rank_needs_no_library),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

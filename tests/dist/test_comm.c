@@ -4,6 +4,7 @@
 #include "tests/test.h"
 
 #include <math.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -103,6 +104,26 @@ static int role_receiver_hangs(struct comm comm)
     comm_abort(&comm, status_exit_code(comm_broadcast(&comm, calloc(bytes, 1), bytes, 0)));
 }
 
+/* The rank that waits is itself stopped, for longer than the time-out; what it waits for comes soon after. */
+static int role_is_stopped(struct comm comm)
+{
+    int64_t pid = getpid();
+    comm.timeout_s = 4;
+    if (comm.rank == 0) {
+        CHECK(comm_send(&comm, &pid, sizeof pid, 1) == OK);
+        CHECK(comm_recv(&comm, &pid, sizeof pid, 1) == OK);
+        return 0;
+    }
+    CHECK(comm_recv(&comm, &pid, sizeof pid, 0) == OK);
+    nanosleep(&(struct timespec){.tv_nsec = 200000000}, NULL);
+    CHECK(kill((pid_t)pid, SIGSTOP) == 0);
+    nanosleep(&(struct timespec){.tv_sec = 5}, NULL);
+    CHECK(kill((pid_t)pid, SIGCONT) == 0);
+    nanosleep(&(struct timespec){.tv_nsec = 200000000}, NULL);
+    CHECK(comm_send(&comm, &pid, sizeof pid, 0) == OK);
+    return 0;
+}
+
 static int role_disagrees(struct comm comm)
 {
     char text[8] = "seven..";
@@ -128,8 +149,8 @@ static const struct {
 } roles[] = {
     {"collectives", role_collectives},       {"large", role_large},
     {"exits_early", role_exits_early},       {"hangs", role_hangs},
-    {"receiver_hangs", role_receiver_hangs}, {"disagrees", role_disagrees},
-    {"close_alone", role_close_alone},
+    {"receiver_hangs", role_receiver_hangs}, {"is_stopped", role_is_stopped},
+    {"disagrees", role_disagrees},           {"close_alone", role_close_alone},
 };
 
 static int run_role(const char *name, int *argc, char ***argv)
@@ -247,6 +268,12 @@ static void test_a_rank_that_hangs_is_named(void **state)
     assert_non_null(strstr(ranks_output, "comm_barrier: rank 0 heard nothing from rank 1"));
 }
 
+static void test_a_stopped_rank_blames_nobody(void **state)
+{
+    (void)state;
+    assert_int_equal(ranks_run(2, "is_stopped"), 0);
+}
+
 static void test_ranks_that_disagree_on_a_size_end(void **state)
 {
     (void)state;
@@ -268,6 +295,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_large_messages_arrive_whole),
         cmocka_unit_test(test_a_rank_that_exits_ends_the_others),
         cmocka_unit_test(test_a_rank_that_hangs_is_named),
+        cmocka_unit_test(test_a_stopped_rank_blames_nobody),
         cmocka_unit_test(test_ranks_that_disagree_on_a_size_end),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

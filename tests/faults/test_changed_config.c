@@ -72,7 +72,7 @@ static const char noticed[] =
     "--schedule.warmup=1 --schedule.kind=linear --schedule.final_fraction=0.2 --schedule.decay_fraction=0.3 "
     "--divergence.window=50 --divergence.loss_rise_suspect=0.6 --divergence.loss_rise_diverged=0.8 "
     "--divergence.norm_factor=9 --divergence.confirm=7 --divergence.partner_gap=0.7 --run.deterministic=any "
-    "--log.attention_every=2";
+    "--log.attention_every=2 --attention.variant=cpu";
 
 /* A run of 4 updates in low precision, so that every key of [attention] is in use. */
 static const char base[] = "configs/arms/nvfp4_mxfp4.toml";
@@ -119,6 +119,7 @@ static void test_every_key_is_in_a_table(void **state)
 static void test_fixed_keys_are_refused_one_by_one(void **state)
 {
     struct program *p = *state;
+    EXITS(0, p, program_shell(p, "cp {}/good/config.toml {}/used.toml"));
     for (size_t i = 0; i < sizeof fixed / sizeof fixed[0]; i++) {
         char words[128];
         EXITS(1, p,
@@ -130,6 +131,7 @@ static void test_fixed_keys_are_refused_one_by_one(void **state)
     }
     /* Nothing of the run was touched. */
     assert_int_equal(metrics_rows(p, "good"), 4);
+    assert_same_file(p, "used.toml", "good/config.toml");
     EXITS(0, p, program_train(p, 1, "%s --run.out={}/good --run.steps=4", base));
     program_expect(p, "all 4 updates are made");
 }
