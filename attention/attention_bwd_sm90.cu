@@ -286,13 +286,24 @@ static struct bwd_plan plan_of(const struct attention_shape *shape, bool unorder
     return p;
 }
 
+/* K of scores and of dQ: with k_center the centred one, which the forward saved. */
+static struct head_view keys_of(const struct attention_bwd *a)
+{
+    struct carve carve = {};
+    carve.base = (unsigned char *)(uintptr_t)a->saved;
+    const int64_t head = a->shape.tokens * BWD_FEATURES;
+    bf16 *saved = attention_saved_carve(&a->shape, a->recipe, &carve).k;
+    return a->recipe->k_center ? head_view{saved, a->shape.kv_heads * head, BWD_FEATURES, head} : a->k;
+}
+
 template <bool ORDERED> static void launch(const struct attention_bwd *a, const struct bwd_plan &p)
 {
     const struct attention_shape *shape = &a->shape;
+    const struct head_view k = keys_of(a);
     struct bwd_maps m;
     m.q = head_map(a->cuda, &a->q, shape->tokens, shape->heads, shape->batch, BWD_QUERIES);
     m.dout = head_map(a->cuda, &a->dout, shape->tokens, shape->heads, shape->batch, BWD_QUERIES);
-    m.k = head_map(a->cuda, &a->k, shape->tokens, shape->kv_heads, shape->batch, BWD_KEYS);
+    m.k = head_map(a->cuda, &k, shape->tokens, shape->kv_heads, shape->batch, BWD_KEYS);
     m.v = head_map(a->cuda, &a->v, shape->tokens, shape->kv_heads, shape->batch, BWD_KEYS);
     cudaFuncSetAttribute(bwd_bf16_kernel<ORDERED>, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
     bwd_bf16_kernel<ORDERED><<<p.units * p.blocks, BWD_THREADS, SHARED_BYTES, a->cuda->stream>>>(p, m);
@@ -308,13 +319,15 @@ extern "C" const char *attention_bwd_refuses_sm90(const struct attention_shape *
     if (shape->kv_heads < 1 || shape->heads % shape->kv_heads != 0 || shape->tokens < 1) {
         return "heads must be a multiple of kv_heads, tokens at least 1";
     }
+    if (recipe->debug_leak != 0) {
+        return "the Hopper backward has no debug_leak";
+    }
     if (recipe->backward != BWD_BF16) {
         return attention_bwd_fp8_refuses_sm90(shape, recipe);
     }
     if (recipe->qk != QK_BF16 || recipe->pv != PV_BF16 || recipe->bwd_p != BWD_P_BF16 || recipe->bwd_v != BWD_V_BF16 ||
-        recipe->bwd_stat != BWD_STAT_SAVED || recipe->do_format != DO_BF16 || recipe->k_center || recipe->dk_center ||
-        recipe->debug_leak != 0) {
-        return "the Hopper BF16 backward runs the plain BF16 recipe";
+        recipe->bwd_stat != BWD_STAT_SAVED || recipe->do_format != DO_BF16) {
+        return "the Hopper BF16 backward runs the plain BF16 recipe, k_center and dk_center";
     }
     return NULL;
 }
@@ -327,6 +340,7 @@ extern "C" size_t attention_bwd_scratch_bytes_sm90(const struct attention_shape 
     struct bwd_plan p = plan_of(shape, false, fp8, NULL, &bytes);
     if (fp8) {
         (void)bwd8_plan_of(p, recipe, NULL, &more);
+        more += bwd8_centred_bytes(shape, recipe);
     }
     return bytes + more;
 }
@@ -339,14 +353,19 @@ extern "C" void attention_bwd_sm90(const struct attention_bwd *a)
     p.dk = a->dk;
     p.dv = a->dv;
     if (fp8) {
-        bwd8_run(a, bwd8_plan_of(p, a->recipe, (char *)a->scratch + bytes, &more));
-        return;
-    }
-    bwd_prepare(a, p);
-    if (a->unordered) {
-        launch<false>(a, p);
+        char *own = (char *)a->scratch + bytes;
+        const struct bwd8_plan p8 = bwd8_plan_of(p, a->recipe, own, &more);
+        bwd8_run(a, p8, own + more);
     } else {
-        launch<true>(a, p);
+        bwd_prepare(a, p);
+        if (a->unordered) {
+            launch<false>(a, p);
+        } else {
+            launch<true>(a, p);
+        }
+        bwd_finish(a, p);
     }
-    bwd_finish(a, p);
+    if (a->recipe->dk_center) {
+        bwd_centre(a, p.stats); /* nobody reads statistics any more */
+    }
 }

@@ -1,8 +1,8 @@
 /* attention: the Hopper backward, D = 128, for the variant's own files and tests. Others use attention/attention.h.
  *
  * Routes: plain BF16; qk other than bf16 with pv = fp8 or mxfp4 and `represented`, `saved_output` or
- * `saved_output_fixed` (or their switches one by one). The saved state is that of attention_sm90.h, in device memory.
- */
+ * `saved_output_fixed` (or their switches one by one). Each also with k_center and dk_center. The saved state is that
+ * of attention_sm90.h, in device memory. */
 #pragma once
 
 #include "attention/attention.h"
@@ -14,5 +14,6 @@ const char *attention_bwd_refuses_sm90(const struct attention_shape *shape, cons
  * for one (2.0 GiB at T 32768 with four query heads a kv head, 32 at 131072). */
 size_t attention_bwd_scratch_bytes_sm90(const struct attention_shape *shape, const struct attention_recipe *recipe);
 /* As attention_variant.bwd. Views: data and all strides multiples of 16 bytes. stats is ignored; amax is used only
- * where the gradient views of Q and K are made from the tensors themselves (FP8 routes, qk_grad = original). */
+ * where the gradient views of Q and K are made from the tensors themselves (FP8 routes, qk_grad = original, without
+ * k_center). */
 void attention_bwd_sm90(const struct attention_bwd *a);

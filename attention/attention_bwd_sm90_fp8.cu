@@ -244,9 +244,6 @@ extern "C" const char *attention_bwd_fp8_refuses_sm90(const struct attention_sha
     if (recipe->bwd_stat == BWD_STAT_RECENTRED || recipe->bwd_stat == BWD_STAT_EXACT) {
         return "the Hopper FP8 backward has the statistic of the saved output only";
     }
-    if (recipe->k_center || recipe->dk_center || recipe->debug_leak != 0) {
-        return "the Hopper FP8 backward has neither k_center, dk_center nor debug_leak";
-    }
     return NULL;
 }
 
@@ -307,7 +304,13 @@ static void launch(const struct attention_bwd *a, const struct bwd8_plan &p, con
     }
 }
 
-void bwd8_run(const struct attention_bwd *a, struct bwd8_plan p)
+size_t bwd8_centred_bytes(const struct attention_shape *shape, const struct attention_recipe *recipe)
+{
+    const bool centres = recipe->k_center && recipe->qk_grad == QK_GRAD_ORIGINAL;
+    return centres ? (size_t)(shape->batch * shape->kv_heads * shape->tokens) * BWD_FEATURES * sizeof(bf16) : 0;
+}
+
+void bwd8_run(const struct attention_bwd *a, struct bwd8_plan p, void *centred)
 {
     const struct attention_shape *shape = &a->shape;
     const int64_t T = shape->tokens;
@@ -318,6 +321,7 @@ void bwd8_run(const struct attention_bwd *a, struct bwd8_plan p)
     const struct head_view k = {saved.operands.k, shape->kv_heads * T * BWD_FEATURES, BWD_FEATURES, T * BWD_FEATURES};
     const struct head_view v = {saved.operands.v, k.batch_stride, k.token_stride, k.head_stride};
     const bool lift = a->recipe->qk_grad == QK_GRAD_LIFT;
+    const bool centres = bwd8_centred_bytes(shape, a->recipe) > 0;
     struct bwd8_inputs in;
     in.q = lift ? q : a->q;
     in.k = lift ? k : a->k;
@@ -325,7 +329,12 @@ void bwd8_run(const struct attention_bwd *a, struct bwd8_plan p)
     in.out = a->out;
     in.dout = a->dout;
     in.lse = a->lse_log2;
-    in.amax = lift ? NULL : a->amax; /* of what the views are made from */
+    in.amax = lift || centres ? NULL : a->amax; /* of what the views are made from */
+    if (centres) {
+        const struct head_tensor original = {a->k, shape->batch, T, shape->kv_heads, BWD_FEATURES};
+        attention_centre_cuda(a->cuda, &original, (bf16 *)centred);
+        in.k = {(bf16 *)centred, k.batch_stride, k.token_stride, k.head_stride};
+    }
     bwd8_publish(a->cuda, p, in);
     struct bwd8_maps m = {};
     if (p.rules.score_e4m3) {

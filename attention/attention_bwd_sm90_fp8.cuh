@@ -111,10 +111,12 @@ struct bwd8_inputs {
 void bwd8_publish(const struct cuda *on, const struct bwd8_plan &p, const struct bwd8_inputs &in);
 
 /* The kernels' half of the plan (attention_bwd_sm90_fp8.cu), and the bytes of scratch it takes. bwd8_run publishes, and
- * makes dQ, dK, dV. */
+ * makes dQ, dK, dV. centred: bwd8_centred_bytes more. */
 struct bwd8_plan bwd8_plan_of(const struct bwd_plan &base, const struct attention_recipe *recipe, void *scratch,
                               size_t *bytes);
-void bwd8_run(const struct attention_bwd *a, struct bwd8_plan p);
+void bwd8_run(const struct attention_bwd *a, struct bwd8_plan p, void *centred);
+/* With k_center, what K's gradient view is made from: the centred original, of which only codes were saved. Else 0. */
+size_t bwd8_centred_bytes(const struct attention_shape *shape, const struct attention_recipe *recipe);
 extern "C" const char *attention_bwd_fp8_refuses_sm90(const struct attention_shape *shape,
                                                       const struct attention_recipe *recipe);
 
@@ -129,3 +131,7 @@ void bwd8_dq(const struct cuda *on, const struct bwd8_plan &p, const struct head
  * place, rounded once. */
 void bwd_prepare(const struct attention_bwd *a, const struct bwd_plan &p);
 void bwd_finish(const struct attention_bwd *a, const struct bwd_plan &p);
+
+/* dk_center: dK, as the kernels left it, less its mean over keys (attention_bwd_sm90_centre.cu). sums: scratch of the
+ * size of bwd_plan.stats. */
+void bwd_centre(const struct attention_bwd *a, float *sums);

@@ -54,40 +54,141 @@ void attention_measure_cuda(const struct cuda *on, const struct head_tensor *x, 
 
 /* ---- centred K -------------------------------------------------------------------------------------------- */
 
-/* A thread a feature. The mean is summed in token order, as on the CPU: every slice of tokens makes it anew. */
-static __global__ void centre_kernel(head_tensor k, bf16 *y)
+/* The mean is summed in token order, as on the CPU: a chain of additions, one thread a feature, which takes its values
+ * from shared memory while all threads fetch the tiles to come. Each slice of tokens makes it anew: few slices. */
+enum {
+    CENTRE_THREADS = 512,
+    CENTRE_TOKENS = 128,                             /* of a tile */
+    CENTRE_CHUNKS = ATTENTION_CUDA_HEAD_DIM_MAX / 8, /* of a token in the tile, and of features at most */
+    CENTRE_WORDS = CENTRE_TOKENS * CENTRE_CHUNKS / CENTRE_THREADS,
+    CENTRE_SLICES = 4,
+};
+
+/* A thread's part of every tile: 8 features (chunk) of the tokens token, token + step, ..; of none: token is
+ * CENTRE_TOKENS. */
+struct centre_part {
+    int chunk, token, step;
+    const bf16 *next; /* of the tile to be fetched */
+    int64_t jump, tile_jump, left;
+};
+
+struct centre_words {
+    uint4 words[CENTRE_WORDS];
+};
+
+__device__ __forceinline__ centre_part centre_part_of(const head_tensor &k, const bf16 *x)
 {
-    const int64_t head = blockIdx.y, d = threadIdx.x, stride = k.view.token_stride;
-    const bf16 *x = token_of(k, head, 0) + d;
+    const int chunks = (int)k.head_dim / 8;
+    centre_part p;
+    p.step = min(CENTRE_TOKENS, 1 << (31 - __clz(CENTRE_THREADS / chunks)));
+    p.chunk = threadIdx.x % chunks;
+    p.token = min((int)threadIdx.x / chunks, CENTRE_TOKENS);
+    p.token = p.token < p.step ? p.token : CENTRE_TOKENS;
+    p.next = x + p.token * k.view.token_stride + p.chunk * 8;
+    p.jump = p.step * k.view.token_stride;
+    p.tile_jump = CENTRE_TOKENS * k.view.token_stride;
+    p.left = k.tokens;
+    return p;
+}
+
+__device__ __forceinline__ void centre_fetch(centre_words &w, centre_part &p)
+{
+    const int end = (int)min((int64_t)CENTRE_TOKENS, p.left);
+#pragma unroll
+    for (int i = 0; i < CENTRE_WORDS; i++) {
+        w.words[i] = make_uint4(0, 0, 0, 0); /* adds nothing to a sum, which is never -0 */
+        if (p.token + i * p.step < end) {
+            w.words[i] = bf16x8_load(p.next + i * p.jump).words;
+        }
+    }
+    p.next += p.tile_jump;
+    p.left -= CENTRE_TOKENS;
+}
+
+__device__ __forceinline__ void centre_put(const centre_words &w, const centre_part &p, uint4 *tile)
+{
+#pragma unroll
+    for (int i = 0; i < CENTRE_WORDS; i++) {
+        const int token = p.token + i * p.step;
+        if (token < CENTRE_TOKENS) {
+            tile[token * CENTRE_CHUNKS + p.chunk] = w.words[i];
+        }
+    }
+}
+
+/* `sum` and this thread's feature of a tile, in the order of tokens: values are fetched while those before are added.
+ */
+__device__ __forceinline__ float centre_add(float sum, const bf16 *tile)
+{
+    constexpr int AHEAD = 16;
+    bf16 x[2][AHEAD];
+#pragma unroll
+    for (int i = 0; i <= CENTRE_TOKENS; i += AHEAD) {
+#pragma unroll
+        for (int a = 0; a < AHEAD && i < CENTRE_TOKENS; a++) {
+            x[i / AHEAD % 2][a] = tile[(i + a) * ATTENTION_CUDA_HEAD_DIM_MAX];
+        }
+#pragma unroll
+        for (int a = 0; a < AHEAD && i > 0; a++) {
+            sum = __fadd_rn(sum, bf16_value(x[1 - i / AHEAD % 2][a]));
+        }
+    }
+    return sum;
+}
+
+/* Grid (slices of tokens, batch * heads). */
+static __global__ void __launch_bounds__(CENTRE_THREADS) centre_kernel(head_tensor k, bf16 *y)
+{
+    __shared__ uint4 tile[CENTRE_TOKENS * CENTRE_CHUNKS];
+    __shared__ float means[ATTENTION_CUDA_HEAD_DIM_MAX];
+    const int64_t head = blockIdx.y;
+    const bf16 *x = token_of(k, head, 0);
+    const bool sums = threadIdx.x < k.head_dim;
+    centre_part p = centre_part_of(k, x);
+    centre_words next[2];
     float mean = 0.0f;
-    int64_t t = 0;
-    for (; t + 16 <= k.tokens; t += 16) {
-        bf16 next[16];
+    centre_fetch(next[0], p);
+    centre_fetch(next[1], p);
+    for (int64_t first = 0; first < k.tokens; first += 2 * CENTRE_TOKENS) {
 #pragma unroll
-        for (int i = 0; i < 16; i++) {
-            next[i] = x[(t + i) * stride];
-        }
-#pragma unroll
-        for (int i = 0; i < 16; i++) {
-            mean = __fadd_rn(mean, bf16_value(next[i]));
+        for (int turn = 0; turn < 2; turn++) {
+            centre_put(next[turn], p, tile);
+            __syncthreads();
+            centre_fetch(next[turn], p);
+            if (sums) {
+                mean = centre_add(mean, reinterpret_cast<const bf16 *>(tile) + threadIdx.x);
+            }
+            __syncthreads();
         }
     }
-    for (; t < k.tokens; t++) {
-        mean = __fadd_rn(mean, bf16_value(x[t * stride]));
+    if (sums) {
+        means[threadIdx.x] = __fdiv_rn(mean, (float)k.tokens);
     }
-    mean = __fdiv_rn(mean, (float)k.tokens);
-    for (t = blockIdx.x; t < k.tokens; t += gridDim.x) {
-        y[(head * k.tokens + t) * k.head_dim + d] = bf16_code(__fsub_rn(bf16_value(x[t * stride]), mean));
+    __syncthreads();
+    if (p.token >= p.step) {
+        return;
+    }
+    const int64_t slice = (k.tokens + gridDim.x - 1) / gridDim.x, from = blockIdx.x * slice;
+    const int64_t end = min(from + slice, k.tokens);
+#pragma unroll 4
+    for (int64_t t = from + p.token; t < end; t += p.step) {
+        float z[8];
+        bf16x8_unpack(bf16x8_load(x + t * k.view.token_stride + p.chunk * 8), z);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            z[j] = __fsub_rn(z[j], means[p.chunk * 8 + j]);
+        }
+        bf16x8_store(y + (head * k.tokens + t) * k.head_dim + p.chunk * 8, bf16x8_pack(z));
     }
 }
 
 void attention_centre_cuda(const struct cuda *on, const struct head_tensor *k, bf16 *y)
 {
     const int64_t heads = k->batch * k->heads;
-    const unsigned int slices = cuda_blocks(k->tokens, 256);
+    const unsigned int slices = cuda_blocks(k->tokens, 2 * CENTRE_TOKENS);
     if (heads > 0) {
-        const dim3 grid(slices < 32 ? slices : 32, (unsigned int)heads);
-        centre_kernel<<<grid, (unsigned int)k->head_dim, 0, on->stream>>>(*k, y);
+        const dim3 grid(min(slices, (unsigned int)CENTRE_SLICES), (unsigned int)heads);
+        centre_kernel<<<grid, CENTRE_THREADS, 0, on->stream>>>(*k, y);
         cuda_launched(on, "attention centre");
     }
 }

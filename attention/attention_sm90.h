@@ -30,7 +30,8 @@ struct attention_saved_sm90 attention_saved_sm90_carve(const struct attention_sh
 void attention_complete_sm90(const struct cuda *on, const struct attention_shape *shape,
                              const struct attention_recipe *recipe, void *saved, void *scratch);
 
-/* The forward does not write operands.q and k where q8 and k8 hold them exactly. This makes them, bit for bit, for the
+/* The forward does not write operands.q and k where q8 and k8 hold them exactly (k then has the centred original, if
+ * k_center is on). This makes them, bit for bit, for the
  * variant "cuda", which reads them. */
 void attention_restore_sm90(const struct cuda *on, const struct attention_shape *shape,
                             const struct attention_recipe *recipe, void *saved);

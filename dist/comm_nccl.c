@@ -17,7 +17,6 @@ struct library {
     ncclResult_t (*unique_id)(ncclUniqueId *);
     ncclResult_t (*init_rank)(ncclComm_t *, int, ncclUniqueId, int, ncclConfig_t *);
     ncclResult_t (*destroy)(ncclComm_t);
-    ncclResult_t (*abort)(ncclComm_t);
     ncclResult_t (*async_error)(ncclComm_t, ncclResult_t *);
     ncclResult_t (*all_reduce)(const void *, void *, size_t, ncclDataType_t, ncclRedOp_t, ncclComm_t, cudaStream_t);
 };
@@ -29,7 +28,7 @@ struct comm_nccl {
     size_t bucket_bytes;
     ncclComm_t ranks;
     ncclResult_t failure; /* the first error of an enqueued sum */
-    bool lost;            /* a rank did not answer: leave without waiting for it */
+    bool lost;            /* a rank did not answer: nothing may wait for it any more */
 };
 
 static enum status library_open(struct library *l)
@@ -45,7 +44,6 @@ static enum status library_open(struct library *l)
                library_find(l->handle, "ncclGetUniqueId", &l->unique_id) &&
                library_find(l->handle, "ncclCommInitRankConfig", &l->init_rank) &&
                library_find(l->handle, "ncclCommDestroy", &l->destroy) &&
-               library_find(l->handle, "ncclCommAbort", &l->abort) &&
                library_find(l->handle, "ncclCommGetAsyncError", &l->async_error) &&
                library_find(l->handle, "ncclAllReduce", &l->all_reduce);
     return all ? OK : status_fail(ERR_UNSUPPORTED, "libnccl.so.2 is too old: 2.14 or later is needed");
@@ -137,14 +135,18 @@ enum status comm_nccl_open(struct comm_nccl **out, struct comm *comm, const stru
     return OK;
 }
 
-/* The library stays loaded: its threads may still be on their way out. */
+/* ncclCommDestroy waits without a limit until the other ranks have closed their connections, which one that is stopped
+ * never does, so we make sure first that everybody comes. ncclCommAbort may wait for the same: in 2.28 it does not if
+ * all of NCCL's memory is of the cuMem kind, on the host too, else it does (proxy.cc; nccl #863, #1777). So a rank that
+ * has lost another leaves NCCL to the end of the process. The library stays loaded: its threads may still be on their
+ * way out. */
 void comm_nccl_close(struct comm_nccl *n)
 {
     if (n == NULL) {
         return;
     }
-    if (n->ranks != NULL) {
-        (void)(n->lost ? n->library.abort(n->ranks) : n->library.destroy(n->ranks));
+    if (n->ranks != NULL && !n->lost && comm_barrier(n->comm) == OK) {
+        (void)n->library.destroy(n->ranks);
     }
     free(n);
 }

@@ -15,6 +15,9 @@ struct comm_nccl;
  * ERR_UNSUPPORTED (no library, with what was looked for), ERR_COMM. */
 MUST_CHECK enum status comm_nccl_open(struct comm_nccl **nccl, struct comm *comm, const struct cuda *cuda,
                                       size_t bucket_bytes);
+
+/* Orderly end: all ranks call it, with nothing enqueued. After an error of open or wait it only forgets: NCCL, and a
+ * sum that waits on the GPU, end with the process. */
 void comm_nccl_close(struct comm_nccl *nccl);
 
 /* Enqueues: data (n elements, FP32 or BF16, device memory) becomes its sum over the ranks. BF16 sums are rounded as

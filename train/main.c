@@ -182,10 +182,7 @@ int main(int argc, char **argv)
     status =
         config == NULL ? status_fail(ERR_NOMEM, "no memory for the configuration") : run(&comm, config, argc, argv);
     free(config);
-    /* All ranks agreed on these; any other error may be one rank's alone, while others wait for it. */
-    if (status != OK && status != ERR_DIVERGED && status != ERR_STOPPED) {
-        comm_abort(&comm, status_exit_code(status));
-    }
+    ranks_leave(&comm, status);
     comm_close(&comm);
     return status_exit_code(status);
 }

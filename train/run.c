@@ -260,6 +260,7 @@ enum status run_train(const struct config *config, struct comm *comm, const stru
             status = conclude(run, status);
         }
     }
+    ranks_leave(comm, status);
     metrics_close(&run->metrics);
     trainer_close(&run->trainer);
     log_close_file();

@@ -40,6 +40,15 @@ enum status ranks_agree(struct comm *comm, enum status mine)
     return mine != OK ? mine : (enum status)values[0];
 }
 
+void ranks_leave(struct comm *comm, enum status ended)
+{
+    /* All ranks agree on these. */
+    bool together = ended == OK || ended == ERR_DIVERGED || ended == ERR_STOPPED;
+    if (!together && comm->size > 1) {
+        comm_abort(comm, status_exit_code(ended));
+    }
+}
+
 /* The lock file stays behind: what counts is the kernel's lock on it, which ends with the process, also by kill -9. */
 static enum status take_lock(struct run_folder *folder, const char *path)
 {

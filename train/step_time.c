@@ -80,6 +80,7 @@ enum status step_time_measure(const struct config *config, struct comm *comm, co
         if (status == OK) {
             status = measure(t, values, times);
         }
+        ranks_leave(comm, status);
         trainer_close(t);
     }
     free(values);

@@ -188,7 +188,6 @@ void trainer_close(struct trainer *t)
     loader_close(t->val);
     watch_close(t->watch);
     release_plan(t);
-    /* The engine first: freeing device memory waits for the GPU, where a sum may wait for a rank that is gone. */
     if (t->engine != NULL) {
         t->engine->close(t);
     }

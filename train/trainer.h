@@ -47,9 +47,11 @@ MUST_CHECK enum status trainer_measure(const struct config *config, struct comm 
                                        struct arena *arena, struct arena *host);
 
 /* Allocates, opens the shards, initialises weights from run.seed. All ranks call it; all fail if one does. Close in
- * every case. */
+ * every case in which this process goes on. */
 MUST_CHECK enum status trainer_open(struct trainer *trainer, const struct config *config, struct comm *comm,
                                     const struct device *device);
+
+/* All ranks call it; after an error that is one rank's alone, ranks_leave comes before. */
 void trainer_close(struct trainer *trainer);
 
 /* Where the data goes on after trainer->samples was set. */

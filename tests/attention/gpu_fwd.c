@@ -5,6 +5,8 @@
  * (law: at most 1e-4 of the codes, by one step), and O and LSE2 move by what a flipped code weighs. Operands are equal
  * bits. */
 #include "attention/attention_cpu.h"
+#include "attention/attention_cuda.h"
+#include "core/rng.h"
 #include "tests/attention/cases.h"
 #include "tests/gpu.h"
 
@@ -559,6 +561,48 @@ static void test_extreme_inputs(void **state)
     assert_int_equal(failures, 0);
 }
 
+/* K less its mean, alone: tiles of 128 tokens, slices of a head, rows of every width, gaps; equal bits. */
+static void test_centred_keys(void **state)
+{
+    (void)state;
+    static const int64_t lengths[] = {1, 2, 127, 128, 129, 256, 257, 400, 513, 1500, 3001};
+    static const int64_t widths[] = {16, 48, 64, 112, 128};
+    failures = 0;
+    for (size_t i = 0; i < sizeof lengths / sizeof *lengths * 5; i++) {
+        const int64_t T = lengths[i / 5], D = widths[i % 5], heads = 1 + (int64_t)i % 3, batch = 1 + (int64_t)i % 2;
+        const int64_t row = heads * D + 8 * ((int64_t)i % 2), n = batch * T * row, all = batch * heads * T * D;
+        if (gpu_leaves_out(LENGTHS)) {
+            continue;
+        }
+        bf16 *x = malloc((size_t)n * sizeof *x), *want = malloc((size_t)all * sizeof *want);
+        bf16 *got = malloc((size_t)all * sizeof *got);
+        float *staging = malloc((size_t)(T * D) * sizeof *staging);
+        for (int64_t j = 0; j < n; j++) {
+            x[j] = bf16_from_float(3.0f + rng_normal(8, 1, (uint64_t)j));
+        }
+        bf16 *device = gpu_array(gpu, x, (size_t)n * sizeof *x);
+        bf16 *y = gpu_array(gpu, NULL, (size_t)all * sizeof *y);
+        const struct head_tensor k = {{device, T * row, row, D}, batch, T, heads, D};
+        attention_centre_cuda(gpu, &k, y);
+        for (int64_t head = 0; head < batch * heads; head++) {
+            const struct rows from = {x + head / heads * T * row + head % heads * D, row};
+            publish_centred(from, T, D, staging, want + head * T * D);
+        }
+        gpu_fetch(gpu, got, y, (size_t)all * sizeof *got);
+        if (memcmp(got, want, (size_t)all * sizeof *got) != 0) {
+            print_message("K less its mean: other bits: T %d, %d heads of %d\n", (int)T, (int)heads, (int)D);
+            failures++;
+        }
+        cuda_free(device);
+        cuda_free(y);
+        free(x);
+        free(want);
+        free(got);
+        free(staging);
+    }
+    assert_int_equal(failures, 0);
+}
+
 static void test_refusals(void **state)
 {
     (void)state;
@@ -578,7 +622,8 @@ int main(int argc, char **argv)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_every_route),    cmocka_unit_test(test_every_length),
         cmocka_unit_test(test_codes),          cmocka_unit_test(test_non_finite_inputs),
-        cmocka_unit_test(test_extreme_inputs), cmocka_unit_test(test_refusals),
+        cmocka_unit_test(test_extreme_inputs), cmocka_unit_test(test_centred_keys),
+        cmocka_unit_test(test_refusals),
     };
     gpu_arguments(argc, argv);
     gpu = gpu_open();

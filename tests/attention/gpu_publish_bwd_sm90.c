@@ -1,5 +1,6 @@
 /* What the Hopper backward publishes, seen through its gradients: group sizes, lengths around tiles, magnitudes that
- * the caller knows (attention_bwd.amax), and a V that 4 would lift out of E4M3. */
+ * the caller knows (attention_bwd.amax), a V that 4 would lift out of E4M3, and a K with a large mean that is taken
+ * off. */
 #include "attention/attention_bwd_sm90.h"
 #include "attention/attention_cpu.h"
 #include "attention/attention_sm90.h"
@@ -108,14 +109,16 @@ static double difference(const bf16 *x, const bf16 *y, int64_t n)
 #define FP8_BOUND 2e-2
 #define E4M3_SCORES_BOUND 4e-2
 
-/* Compares with the reference, and the call that knows magnitudes with the one that finds them. Returns complaints. */
+/* Compares with the reference, and the call that knows magnitudes with the one that finds them. V times `values`,
+ * feature 0 of K plus `keys`. Returns complaints. */
 static int check(struct cuda *cuda, const struct attention_shape *shape, const struct attention_recipe *recipe,
-                 enum input_kind kind, float values)
+                 enum input_kind kind, float values, float keys)
 {
     struct attention_case c;
     case_open(&c, shape, recipe, kind, 31 + (uint64_t)shape->tokens);
     for (int64_t i = 0; i < case_keys(&c); i++) {
         c.v[i] = bf16_from_float(values * bf16_to_float(c.v[i]));
+        c.k[i] = bf16_from_float(bf16_to_float(c.k[i]) + (i % D == 0 ? keys : 0));
     }
     case_forward(&c);
     case_backward(&c);
@@ -148,7 +151,7 @@ static void test_groups(void **state)
     for (size_t i = 0; i < sizeof heads / sizeof *heads; i++) {
         struct attention_recipe recipe = recipe_of(PV_FP8, presets[i % 3]);
         struct attention_shape s = {1 + (int64_t)i % 2, lengths[i], heads[i][0], heads[i][1], D, true, 0.0883883f};
-        complaints += check(*state, &s, &recipe, INPUT_GAUSS, 1.0f);
+        complaints += check(*state, &s, &recipe, INPUT_GAUSS, 1.0f, 0.0f);
     }
     assert_int_equal(complaints, 0);
 }
@@ -161,7 +164,24 @@ static void test_large_values(void **state)
     for (int i = 0; i < 8; i++) {
         struct attention_recipe recipe = recipe_of(PV_FP8, i < 4 ? BWD_SAVED_OUTPUT : BWD_REPRESENTED);
         struct attention_shape s = {2, 170, 4, 2, D, true, 0.0883883f};
-        complaints += check(*state, &s, &recipe, INPUT_GAUSS, values[i % 4]);
+        complaints += check(*state, &s, &recipe, INPUT_GAUSS, values[i % 4], 0.0f);
+    }
+    assert_int_equal(complaints, 0);
+}
+
+/* The caller's magnitudes are those of the K that comes in: with them a view of the centred one would lie 2^8 too low,
+ * and a tenth of it in the subnormals of E4M3. */
+static void test_centred_keys(void **state)
+{
+    int complaints = 0;
+    for (int i = 0; i < 4; i++) {
+        struct attention_recipe recipe =
+            recipe_of(i < 2 ? PV_FP8 : PV_MXFP4, i < 2 ? BWD_REPRESENTED : BWD_SAVED_OUTPUT);
+        struct attention_shape s = {2, 170, 4, 2, D, i % 2 == 0, 0.0883883f};
+        recipe.qk_grad = QK_GRAD_ORIGINAL;
+        recipe.k_center = true;
+        recipe.dk_center = i % 2 == 1;
+        complaints += check(*state, &s, &recipe, INPUT_GAUSS, 1.0f, 3000.0f);
     }
     assert_int_equal(complaints, 0);
 }
@@ -233,7 +253,7 @@ static int close_gpu(void **state)
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_groups), cmocka_unit_test(test_large_values),
-                                       cmocka_unit_test(test_heads_apart)};
+                                       cmocka_unit_test(test_centred_keys), cmocka_unit_test(test_heads_apart)};
     gpu_arguments(argc, argv);
     return cmocka_run_group_tests(tests, open_gpu, close_gpu);
 }

@@ -25,10 +25,17 @@ static int forward_routes(struct attention_recipe *recipes)
             }
         }
     }
-    recipes[n] = recipe_of(PV_MXFP4, BWD_REPRESENTED);
-    recipes[n++].k_center = true;
     recipes[n] = recipe_of(PV_FP8, BWD_REPRESENTED);
     recipes[n++].qk_scale = QK_SCALE_MSE;
+    static const struct route centred[] = {{QK_BF16, PV_BF16, BWD_BF16},
+                                           {QK_NVFP4, PV_MXFP4, BWD_REPRESENTED},
+                                           {QK_NVFP4_E4M3, PV_FP8, BWD_REPRESENTED},
+                                           {QK_NVFP4_E4M3, PV_MXFP4, BWD_REPRESENTED}};
+    for (int i = 0; i < 4; i++) {
+        recipes[n] = recipe_of_route(centred[i]);
+        recipes[n].qk_scale = i == 3 ? QK_SCALE_MSE : QK_SCALE_AMAX;
+        recipes[n++].k_center = true;
+    }
     return n;
 }
 
@@ -90,6 +97,19 @@ static int backward_routes(struct attention_recipe *recipes)
     recipes[n++].p_map = P_AFFINE;
     recipes[n] = recipe_of(PV_MXFP4, BWD_SAVED_OUTPUT_FIXED);
     recipes[n++].p_map = P_CODE_SPACE;
+    /* K, or dK, or both less their means. */
+    static const struct route centred[] = {{QK_BF16, PV_BF16, BWD_BF16},
+                                           {QK_NVFP4, PV_FP8, BWD_REPRESENTED},
+                                           {QK_NVFP4, PV_MXFP4, BWD_SAVED_OUTPUT},
+                                           {QK_NVFP4_E4M3, PV_FP8, BWD_REPRESENTED}};
+    for (int i = 0; i < 3 * 4; i++) {
+        recipes[n] = recipe_of_route(centred[i / 3]);
+        recipes[n].k_center = i % 3 != 1;
+        recipes[n++].dk_center = i % 3 != 0;
+    }
+    recipes[n] = recipe_of(PV_FP8, BWD_REPRESENTED);
+    recipes[n].qk_grad = QK_GRAD_LIFT;
+    recipes[n++].k_center = true;
     return n;
 }
 

@@ -127,20 +127,22 @@ int program_call(struct program *p, const char *format, ...)
     return run_shell(p, command);
 }
 
-/* Open MPI leaks by itself, which sanitizer builds would count against us. */
+/* Open MPI leaks by itself, which sanitizer builds would count against us. It also looks for OpenCL devices, and an
+ * OpenCL made with LLVM (pocl) then takes mpirun's signals, so that none would reach the ranks. */
 static void launcher(int ranks, char *text, size_t bytes)
 {
     text[0] = '\0';
     if (ranks > 1) {
         snprintf(text, bytes,
-                 "env ASAN_OPTIONS=detect_leaks=0 mpirun -n %d --allow-run-as-root --oversubscribe --bind-to none",
+                 "env ASAN_OPTIONS=detect_leaks=0 HWLOC_COMPONENTS=-opencl mpirun -n %d --allow-run-as-root "
+                 "--oversubscribe --bind-to none",
                  ranks);
     }
 }
 
 int program_train(struct program *p, int ranks, const char *format, ...)
 {
-    char arguments[COMMAND / 2], command[COMMAND], mpirun[128];
+    char arguments[COMMAND / 2], command[COMMAND], mpirun[160];
     va_list args;
     va_start(args, format);
     vsnprintf(arguments, sizeof arguments, format, args);
@@ -152,7 +154,7 @@ int program_train(struct program *p, int ranks, const char *format, ...)
 
 int program_train_unequal(struct program *p, const char *first, const char *second)
 {
-    char command[COMMAND], mpirun[128];
+    char command[COMMAND], mpirun[160];
     launcher(2, mpirun, sizeof mpirun);
     char *count = strstr(mpirun, "-n 2");
     memcpy(count, "-n 1", 4);
@@ -186,7 +188,7 @@ void program_expect(const struct program *p, const char *words)
 
 pid_t program_start(const struct program *p, int ranks, const char *arguments)
 {
-    char command[COMMAND], expanded[COMMAND], mpirun[128];
+    char command[COMMAND], expanded[COMMAND], mpirun[160];
     launcher(ranks, mpirun, sizeof mpirun);
     snprintf(command, sizeof command, "OMP_NUM_THREADS=1 exec %s %s {}/base.toml %s >{}/background.txt 2>&1", mpirun,
              trainer(), arguments);
