@@ -14,9 +14,8 @@ enum {
     BWD_FEATURES = 128,
     BWD_TILE = BWD_QUERIES * BWD_FEATURES,
     BWD_THREADS = 384, /* one warpgroup that loads, two that compute */
-    BARRIER_BOTH = 1,  /* named barriers: both warpgroups; one (2, 3); two warps (4 .. 7) */
+    BARRIER_BOTH = 1,  /* named barriers: both warpgroups; one (2, 3) */
     BARRIER_HALF = 2,
-    BARRIER_PAIR = 4,
     BWD_STATISTICS = 2 * BWD_QUERIES, /* floats of a tile: LSE2, then r; LSE2 is +Inf where a row has no gradient */
 };
 
