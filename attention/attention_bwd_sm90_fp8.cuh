@@ -87,8 +87,8 @@ static __device__ __forceinline__ uint8_t *pair_at(const struct bwd8_plan &p, in
     return p.ds + (head * pairs_of_head(p.b) + before) * BWD8_PAIR;
 }
 
-/* [Matrix Descriptor] operand_k_major, and below operand_k_major_64, of a tile `at` bytes behind `base` in stage
- * `stage` of `bytes` bytes, by one addition to what the loop keeps. */
+/* [Matrix Descriptor] operand_k_major of a tile `at` bytes behind `base` in stage `stage` of `bytes` bytes, by one
+ * addition to what the loop keeps; and below the same with SWIZZLE_64B. */
 static __device__ __forceinline__ uint64_t operand_at(uint32_t base, uint32_t at, uint32_t stage = 0,
                                                       uint32_t bytes = 0)
 {

@@ -389,11 +389,6 @@ __device__ __forceinline__ uint64_t operand_k_major(uint32_t address)
     return operand_descriptor(address, 16, 1024, OPERAND_SWIZZLE_128);
 }
 
-__device__ __forceinline__ uint64_t operand_k_major_64(uint32_t address)
-{
-    return operand_descriptor(address, 16, 512, OPERAND_SWIZZLE_64);
-}
-
 __device__ __forceinline__ uint64_t operand_mn_major(uint32_t address, uint32_t panel_bytes)
 {
     return operand_descriptor(address, panel_bytes, 1024, OPERAND_SWIZZLE_128);
