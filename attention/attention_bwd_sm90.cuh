@@ -6,7 +6,7 @@
  */
 #pragma once
 
-#include "attention/sm90.cuh"
+#include "attention/sm90_maps.cuh"
 
 enum {
     BWD_KEYS = 128,   /* of a unit of work */

@@ -31,21 +31,17 @@ static __device__ __forceinline__ void product_dp(float (&x)[32], uint64_t dout,
     wgmma_commit();
 }
 
-/* dV (64 keys x 128) += P^T (64 keys x 64 queries, E5M2) times columns of dO; dK likewise, of dS^T and Q. */
-static __device__ __forceinline__ void accumulate_dv(float (&sum)[64], uint64_t p, uint64_t dout)
+/* sum (64 keys x 128) += x (64 keys x 64 queries) times columns of y: dV of P^T, which is E5M2, and dO; dK of dS^T and
+ * Q. */
+template <bool E5M2> static __device__ __forceinline__ void accumulate(float (&sum)[64], uint64_t x, uint64_t y)
 {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        wgmma_e5m2_e4m3<128>::ss(sum, operand_advance(p, i * 32), operand_advance(dout, i * 32), 1);
-    }
-    wgmma_commit();
-}
-
-static __device__ __forceinline__ void accumulate_dk(float (&sum)[64], uint64_t ds, uint64_t q)
-{
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        wgmma_e4m3<128>::ss(sum, operand_advance(ds, i * 32), operand_advance(q, i * 32), 1);
+        if (E5M2) {
+            wgmma_e5m2_e4m3<128>::ss(sum, operand_advance(x, i * 32), operand_advance(y, i * 32), 1);
+        } else {
+            wgmma_e4m3<128>::ss(sum, operand_advance(x, i * 32), operand_advance(y, i * 32), 1);
+        }
     }
     wgmma_commit();
 }
@@ -157,8 +153,8 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
         named_barrier_sync(BARRIER_HALF + wg, 128);
         wgmma_pin(y);
         wgmma_fence();
-        accumulate_dv(dv, p_rows, operand_64_at(s.base, R::AT_QUERIES + BWD8_ROW, stage, BWD8_QUERIES));
-        accumulate_dk(dk, ds_rows, operand_64_at(s.base, R::AT_QUERIES + 2 * BWD8_ROW, stage, BWD8_QUERIES));
+        accumulate<true>(dv, p_rows, operand_64_at(s.base, R::AT_QUERIES + BWD8_ROW, stage, BWD8_QUERIES));
+        accumulate<false>(dk, ds_rows, operand_64_at(s.base, R::AT_QUERIES + 2 * BWD8_ROW, stage, BWD8_QUERIES));
         if ((threadIdx.x & 31) == 0) {
             mbarrier_arrive(barrier_at(s, WRITTEN + buffer));
         }
@@ -218,33 +214,6 @@ static __global__ void __launch_bounds__(BWD_THREADS, 1)
 
 /* ---- host -------------------------------------------------------------------------------------------------- */
 
-/* K as boxes of 64 BLOCKED keys: 64 features (128 of E4M3), then e, c, j of key 16 c + 2 j + e, then heads of all
- * batches. The first key is counted in e, which steps by a token. */
-static CUtensorMap blocked_map(const struct cuda *on, const void *data, bool e4m3, uint64_t tokens, uint64_t heads)
-{
-    const uint64_t token = BWD_FEATURES * (e4m3 ? 1 : sizeof(bf16));
-    struct tensor_map_shape s = {};
-    s.data = data;
-    s.type = e4m3 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    s.rank = 5;
-    s.extent[0] = BWD_FEATURES;
-    s.extent[1] = tokens > 1 ? tokens : 2;
-    s.extent[2] = 4;
-    s.extent[3] = 8;
-    s.extent[4] = heads;
-    s.stride[0] = token;
-    s.stride[1] = 16 * token;
-    s.stride[2] = 2 * token;
-    s.stride[3] = tokens * token;
-    s.box[0] = e4m3 ? BWD_FEATURES : 64;
-    s.box[1] = 2;
-    s.box[2] = 4;
-    s.box[3] = 8;
-    s.box[4] = 1;
-    s.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
-    return tensor_map(on, &s);
-}
-
 template <bool QK8>
 static void launch(const struct attention_bwd *a, const struct bwd8_plan &p, const struct bwd8_maps &maps)
 {
@@ -266,7 +235,8 @@ void bwd8_mxfp4(const struct attention_bwd *a, const struct bwd8_plan &p, const 
     const bool e4m3 = p.rules.score_e4m3;
     struct bwd8_maps maps;
     maps.q = q;
-    maps.k = blocked_map(a->cuda, k, e4m3, (uint64_t)T, (uint64_t)(B * Hkv));
+    const uint64_t token = BWD_FEATURES * (e4m3 ? 1 : sizeof(bf16));
+    maps.k = blocked_map<16>(a->cuda, k, e4m3, token, (uint64_t)T * token, (uint64_t)T, (uint64_t)(B * Hkv));
     if (e4m3) {
         maps.k_two = codes_map(a->cuda, k, T, Hkv, B, 2);
         launch<true>(a, p, maps);

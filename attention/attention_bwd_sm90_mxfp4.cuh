@@ -52,16 +52,6 @@ template <int (*REDUCE)(int, int, int)> static __device__ __forceinline__ int re
     return REDUCE(chain[0], chain[1], __shfl_xor_sync(0xffffffffu, REDUCE(chain[0], chain[1], chain[1]), 1));
 }
 
-static __device__ __forceinline__ int max3(int a, int b, int c)
-{
-    return __vimax3_s32(a, b, c);
-}
-
-static __device__ __forceinline__ int min3(int a, int b, int c)
-{
-    return __vimin3_s32(a, b, c);
-}
-
 /* The largest scores of a thread's two blocks. Floats are ordered like integers unless both are negative, where the
  * order is the other way round. */
 static __device__ __forceinline__ void largest_scores(const float (&s)[32], float (&largest)[2])

@@ -331,33 +331,6 @@ static CUtensorMap column_map(const struct cuda *on, const void *data, int64_t p
     return tensor_map(on, &s);
 }
 
-/* Tensor map of K with BLOCKED keys. Dimensions of a box of 128 keys: 64 features (128 of E4M3), then e, c, j of key
- * 32 c + 2 j + e, then heads. Coordinate e, which steps by a token, also selects the batch and the first key. */
-static CUtensorMap blocked_map(const struct cuda *on, const void *data, bool e4m3, uint64_t token, uint64_t head,
-                               uint64_t tokens, uint64_t heads)
-{
-    struct tensor_map_shape s = {};
-    s.data = data;
-    s.type = e4m3 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    s.rank = 5;
-    s.extent[0] = TILE;
-    s.extent[1] = tokens > 1 ? tokens : 2;
-    s.extent[2] = 4;
-    s.extent[3] = 16;
-    s.extent[4] = heads;
-    s.stride[0] = token;
-    s.stride[1] = 32 * token;
-    s.stride[2] = 2 * token;
-    s.stride[3] = heads > 1 ? head : token;
-    s.box[0] = e4m3 ? TILE : 64;
-    s.box[1] = 2;
-    s.box[2] = 4;
-    s.box[3] = 16;
-    s.box[4] = 1;
-    s.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
-    return tensor_map(on, &s);
-}
-
 /* K with BLOCKED keys. A batch stride that is no multiple of the token stride does not fit into the map of rank 5. */
 static void blocked_keys(const struct attention_fwd *a, const struct attention_operands_sm90 *x, struct fwd_maps *maps,
                          struct fwd_args *args)
@@ -367,7 +340,8 @@ static void blocked_keys(const struct attention_fwd *a, const struct attention_o
     const struct head_view *k = &x->k;
     if (x->k8 != NULL) {
         args->k_batch = (int)(Hkv * T);
-        maps->k = blocked_map(a->cuda, x->k8, true, TILE, (uint64_t)(T * TILE), (uint64_t)(B * Hkv * T), (uint64_t)Hkv);
+        maps->k =
+            blocked_map<32>(a->cuda, x->k8, true, TILE, (uint64_t)(T * TILE), (uint64_t)(B * Hkv * T), (uint64_t)Hkv);
         maps->k_two = codes_map(a->cuda, x->k8, T, Hkv, B, 2);
         return;
     }
@@ -379,8 +353,9 @@ static void blocked_keys(const struct attention_fwd *a, const struct attention_o
     }
     const int64_t between = B == 1 ? 0 : k->batch_stride / k->token_stride;
     args->k_batch = (int)between;
-    maps->k = blocked_map(a->cuda, k->data, false, (uint64_t)k->token_stride * sizeof(bf16),
-                          (uint64_t)k->head_stride * sizeof(bf16), (uint64_t)((B - 1) * between + T), (uint64_t)Hkv);
+    maps->k =
+        blocked_map<32>(a->cuda, k->data, false, (uint64_t)k->token_stride * sizeof(bf16),
+                        (uint64_t)k->head_stride * sizeof(bf16), (uint64_t)((B - 1) * between + T), (uint64_t)Hkv);
 }
 
 void attention_fwd_codes_sm90(const struct attention_fwd *a, const struct attention_operands_sm90 *x)

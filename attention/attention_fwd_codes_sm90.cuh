@@ -65,16 +65,6 @@ template <int (*REDUCE)(int, int, int)> __device__ __forceinline__ int reduced(c
     return REDUCE(chain[0], chain[2], chain[2]);
 }
 
-__device__ __forceinline__ int max3(int a, int b, int c)
-{
-    return __vimax3_s32(a, b, c);
-}
-
-__device__ __forceinline__ int min3(int a, int b, int c)
-{
-    return __vimin3_s32(a, b, c);
-}
-
 /* Largest of the thread's 32 scores of each row, where that is not negative. Floats are ordered like integers unless
  * both are negative, where the order is the other way round. A positive NaN, as tensor cores make it, is largest. */
 __device__ __forceinline__ void largest_scores(const float (&s)[64], int (&largest)[2])

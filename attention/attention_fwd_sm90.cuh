@@ -8,7 +8,7 @@
  * row 0. */
 #pragma once
 
-#include "attention/sm90.cuh"
+#include "attention/sm90_maps.cuh"
 
 enum {
     TILE = 128, /* keys of a block, features */

@@ -4,6 +4,7 @@
  *   build/release/bench/transfers_sm90
  *
  * Additions to global memory in TB/s by events; the others in clocks of one multiprocessor, all of them busy. */
+#include "attention/sm90_maps.cuh"
 #include "bench/clocks_sm90.cuh"
 
 /* ---- additions to an FP32 array in global memory: by threads, 16 bytes each, or in bulk from shared memory ---- */

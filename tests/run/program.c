@@ -307,6 +307,19 @@ void assert_same_metrics(const struct program *p, const char *a, const char *b, 
     json_decref(rb);
 }
 
+void assert_same_end(const struct program *p, const char *a, const char *b, int updates)
+{
+    static const char *const files[] = {"model.safetensors", "train_state/optimizer.safetensors"};
+    assert_same_metrics(p, a, b, "metrics.jsonl", 1);
+    assert_same_metrics(p, a, b, "layers.jsonl", 1);
+    for (int i = 0; i < 2; i++) {
+        char left[160], right[160];
+        snprintf(left, sizeof left, "%s/checkpoints/step_%08d/%s", a, updates, files[i]);
+        snprintf(right, sizeof right, "%s/checkpoints/step_%08d/%s", b, updates, files[i]);
+        assert_same_file(p, left, right);
+    }
+}
+
 int metrics_rows(const struct program *p, const char *run)
 {
     json_t *rows = read_rows(p, run, "metrics.jsonl", 0);

@@ -55,6 +55,10 @@ void assert_same_file(const struct program *p, const char *a, const char *b);
 /* metrics.jsonl or layers.jsonl of two runs: equal rows from update `first` on, columns of time and memory aside. */
 void assert_same_metrics(const struct program *p, const char *a, const char *b, const char *name, int first);
 
+/* Two runs have the same rows of metrics and layers, and equal weights and moments in the checkpoint after `updates`.
+ */
+void assert_same_end(const struct program *p, const char *a, const char *b, int updates);
+
 /* Number of rows of a metrics.jsonl, and one column of one update. */
 int metrics_rows(const struct program *p, const char *run);
 double metrics_value(const struct program *p, const char *run, int step, const char *column);
