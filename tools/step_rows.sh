@@ -74,6 +74,7 @@ row_of()
 }
 
 [ $# -gt 0 ] || { echo "step_rows: expected PROGRAM [ROW...] or PROGRAM --list"; exit 1; }
+[ -x "$1" ] || { echo "step_rows: $1: no such program; expected PROGRAM [ROW...] or PROGRAM --list"; exit 1; }
 program=$1
 shift
 if [ "${1-}" = --list ]; then
