@@ -68,16 +68,30 @@ int wait_for_end(struct program *p, pid_t launcher, const char *run, double limi
     return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 
-void expect_times(const struct program *p, const char *words, int count)
+static int times(const struct program *p, const char *words)
 {
     int found = 0;
     for (const char *at = p->output; (at = strstr(at, words)) != NULL; at += strlen(words)) {
         found++;
     }
+    return found;
+}
+
+void expect_times(const struct program *p, const char *words, int count)
+{
+    int found = times(p, words);
     if (found != count) {
         program_show(p);
         fail_msg("\"%s\": %d times in the output, expected %d", words, found, count);
     }
+}
+
+void expect_blamed(const struct program *p, int rank)
+{
+    char words[64];
+    snprintf(words, sizeof words, "heard nothing from rank %d for", rank);
+    program_expect(p, words);
+    expect_times(p, "error: ", times(p, words));
 }
 
 void goes_on_exactly(struct program *p, const char *run, const char *options)

@@ -20,6 +20,9 @@ int wait_for_end(struct program *p, pid_t launcher, const char *run, double limi
 /* Fails unless the last output holds exactly `count` times `words`. */
 void expect_times(const struct program *p, const char *words, int count);
 
+/* Fails unless the errors of the last output, one at least, all name `rank` as the one that is lost. */
+void expect_blamed(const struct program *p, int rank);
+
 /* A run of 100000 updates that ended early must go on exactly: resumes it for one update, then makes a run of as many
  * updates in one go, of which the last row must be the same. `options` are those of the run without run.steps, and must
  * not depend on it: a constant learning rate, no evaluation. */

@@ -41,8 +41,8 @@ static void test_a_stopped_rank_0(void **state)
     pid_t launcher = start(p, 4, "stopped_0");
     assert_int_equal(kill(rank_process(p, launcher, 0), SIGSTOP), 0);
     EXITS(2, p, wait_for_end(p, launcher, "stopped_0", limit_s));
-    program_expect(p, "heard nothing from rank 0 for");
-    expect_times(p, "error: ", 1);
+    /* Two that wait for rank 0 itself, one of them a call ahead, may both speak before one has ended the other. */
+    expect_blamed(p, 0);
     goes_on_exactly(p, "stopped_0", endless);
 }
 
