@@ -4,7 +4,6 @@
 
 extern "C" {
 #include "attention/attention_bwd_sm90.h"
-#include "attention/attention_cpu.h"
 }
 
 /* ---- shared memory ---------------------------------------------------------------------------------------- */
@@ -291,9 +290,8 @@ static struct head_view keys_of(const struct attention_bwd *a)
 {
     struct carve carve = {};
     carve.base = (unsigned char *)(uintptr_t)a->saved;
-    const int64_t head = a->shape.tokens * BWD_FEATURES;
     bf16 *saved = attention_saved_carve(&a->shape, a->recipe, &carve).k;
-    return a->recipe->k_center ? head_view{saved, a->shape.kv_heads * head, BWD_FEATURES, head} : a->k;
+    return a->recipe->k_center ? own_view(&a->shape, saved, a->shape.kv_heads) : a->k;
 }
 
 template <bool ORDERED> static void launch(const struct attention_bwd *a, const struct bwd_plan &p)

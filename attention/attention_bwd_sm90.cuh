@@ -147,6 +147,12 @@ static __device__ __forceinline__ int blocked_token(int row)
     return (row >> 1 & 3) * 16 + (row >> 3) * 2 + (row & 1);
 }
 
+/* Where a token of 128 goes, each 64 BLOCKED. */
+static __device__ __forceinline__ int blocked_row(int token)
+{
+    return (token & 65) | (token & 14) << 2 | (token >> 3 & 6);
+}
+
 static __device__ __forceinline__ int swapped_token(int row)
 {
     return (row & 58) | (row & 1) << 2 | (row >> 2 & 1);

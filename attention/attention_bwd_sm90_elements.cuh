@@ -1,9 +1,44 @@
 /* attention: what the computing warpgroups of the FP8 backward on Hopper do with the elements of a tile: scores to P, P
  * and dP to dS; and long sums to the threads beside them. For attention_bwd_sm90_fp8.cu; attention_bwd_sm90_mxfp4.cu
- * takes the sums, its elements are in attention_bwd_sm90_mxfp4.cuh. */
+ * takes products and sums, its elements are in attention_bwd_sm90_mxfp4.cuh. */
 #pragma once
 
 #include "attention/attention_bwd_sm90_beside.cuh"
+
+/* ---- products of both kernels ------------------------------------------------------------------------------- */
+
+/* S^T (64 keys x 64 queries), or with QUERY_ROWS S (64 queries x 64 keys): rows times columns, of which one is 64 rows
+ * of K, the other a tile of Q. */
+template <class R>
+static __device__ __forceinline__ void product_scores(float (&x)[32], uint64_t rows, uint64_t columns)
+{
+    constexpr int panel = (R::QUERY_ROWS ? R::ROWS_Q : R::ROWS_K) / 2;
+    constexpr int other = (R::QUERY_ROWS ? R::ROWS_K : R::ROWS_Q) / 2;
+#pragma unroll
+    for (int i = 0; i < (R::QK8 ? 4 : 8); i++) {
+        if (R::QK8) {
+            wgmma_e4m3<64>::ss(x, operand_advance(rows, i * 32), operand_advance(columns, i * 32), i > 0);
+        } else {
+            wgmma_bf16<64>::ss<0, 0>(x, operand_advance(rows, (i >> 2) * panel + (i & 3) * 32),
+                                     operand_advance(columns, (i >> 2) * other + (i & 3) * 32), i > 0);
+        }
+    }
+    wgmma_commit();
+}
+
+/* dP^T (64 keys x 64 queries), or with QUERY_ROWS dP; E5M2: columns are. */
+template <bool E5M2> static __device__ __forceinline__ void product_dp(float (&x)[32], uint64_t rows, uint64_t columns)
+{
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        if (E5M2) {
+            wgmma_e4m3_e5m2<64>::ss(x, operand_advance(rows, i * 32), operand_advance(columns, i * 32), i > 0);
+        } else {
+            wgmma_e4m3<64>::ss(x, operand_advance(rows, i * 32), operand_advance(columns, i * 32), i > 0);
+        }
+    }
+    wgmma_commit();
+}
 
 /* ---- elements ----------------------------------------------------------------------------------------------- */
 

@@ -11,36 +11,6 @@ extern "C" {
 
 /* ---- products ----------------------------------------------------------------------------------------------- */
 
-/* S^T (64 keys x 64 queries). */
-template <bool QK8> static __device__ __forceinline__ void product_scores(float (&x)[32], uint64_t k, uint64_t q)
-{
-    typedef room<QK8, false> R;
-#pragma unroll
-    for (int i = 0; i < (QK8 ? 4 : 8); i++) {
-        if (QK8) {
-            wgmma_e4m3<64>::ss(x, operand_advance(k, i * 32), operand_advance(q, i * 32), i > 0);
-        } else {
-            wgmma_bf16<64>::ss<0, 0>(x, operand_advance(k, (i >> 2) * (R::ROWS_K / 2) + (i & 3) * 32),
-                                     operand_advance(q, (i >> 2) * (R::ROWS_Q / 2) + (i & 3) * 32), i > 0);
-        }
-    }
-    wgmma_commit();
-}
-
-/* dP^T (64 keys x 64 queries). */
-template <bool E5M2> static __device__ __forceinline__ void product_dp(float (&x)[32], uint64_t v, uint64_t dout)
-{
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        if (E5M2) {
-            wgmma_e4m3_e5m2<64>::ss(x, operand_advance(v, i * 32), operand_advance(dout, i * 32), i > 0);
-        } else {
-            wgmma_e4m3<64>::ss(x, operand_advance(v, i * 32), operand_advance(dout, i * 32), i > 0);
-        }
-    }
-    wgmma_commit();
-}
-
 /* sum (64 keys x 128) += x^T (64 keys x 64 queries, packed) times columns of b. */
 template <bool E5M2>
 static __device__ __forceinline__ void accumulate(float (&sum)[64], const uint32_t (&x)[8], uint64_t b)
@@ -92,7 +62,7 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
     wgmma_pin(dk);
     wgmma_pin(dv);
     wgmma_fence();
-    product_scores<QK8>(x, k_rows, operand_at(s.base, R::AT_Q));
+    product_scores<R>(x, k_rows, operand_at(s.base, R::AT_Q));
 #pragma unroll 1
     for (int i = 0; i < n; i++) {
         const uint32_t stage = r.stage;
@@ -124,7 +94,7 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
         wgmma_fence();
         accumulate<E5M2>(dv, px, operand_64_at(s.base, R::AT_QUERIES + BWD8_ROW, stage, BWD8_QUERIES));
         /* After the last tile nobody looks at the scores. */
-        product_scores<QK8>(x, k_rows, operand_at(s.base, R::AT_Q, r.stage, R::ROWS_Q));
+        product_scores<R>(x, k_rows, operand_at(s.base, R::AT_Q, r.stage, R::ROWS_Q));
         wgmma_wait<2>();
         wgmma_pin(y);
         /* px is read while dV's product may still read it too: PTX leaves any access open, the hardware only reads. */
@@ -317,9 +287,9 @@ void bwd8_run(const struct attention_bwd *a, struct bwd8_plan p, void *centred)
     struct carve carve = {};
     carve.base = (unsigned char *)(uintptr_t)a->saved;
     const struct attention_saved_sm90 saved = attention_saved_sm90_carve(shape, a->recipe, &carve);
-    const struct head_view q = {saved.operands.q, shape->heads * T * BWD_FEATURES, BWD_FEATURES, T * BWD_FEATURES};
-    const struct head_view k = {saved.operands.k, shape->kv_heads * T * BWD_FEATURES, BWD_FEATURES, T * BWD_FEATURES};
-    const struct head_view v = {saved.operands.v, k.batch_stride, k.token_stride, k.head_stride};
+    const struct head_view q = own_view(shape, saved.operands.q, shape->heads);
+    const struct head_view k = own_view(shape, saved.operands.k, shape->kv_heads);
+    const struct head_view v = own_view(shape, saved.operands.v, shape->kv_heads);
     const bool lift = a->recipe->qk_grad == QK_GRAD_LIFT;
     const bool centres = bwd8_centred_bytes(shape, a->recipe) > 0;
     struct bwd8_inputs in;
@@ -333,22 +303,25 @@ void bwd8_run(const struct attention_bwd *a, struct bwd8_plan p, void *centred)
     if (centres) {
         const struct head_tensor original = {a->k, shape->batch, T, shape->kv_heads, BWD_FEATURES};
         attention_centre_cuda(a->cuda, &original, (bf16 *)centred);
-        in.k = {(bf16 *)centred, k.batch_stride, k.token_stride, k.head_stride};
+        in.k = own_view(shape, (bf16 *)centred, shape->kv_heads);
     }
     bwd8_publish(a->cuda, p, in);
+    const bool e4m3 = p.rules.score_e4m3;
     struct bwd8_maps m = {};
-    if (p.rules.score_e4m3) {
+    if (e4m3) {
         p.q_inverse = saved.q_inverse;
         p.k_inverse = saved.k_inverse;
         m.q = codes_map(a->cuda, saved.q8, T, shape->heads, shape->batch, BWD_QUERIES);
-        m.k = codes_map(a->cuda, saved.k8, T, shape->kv_heads, shape->batch, BWD_KEYS);
     } else {
         m.q = head_map(a->cuda, &q, T, shape->heads, shape->batch, BWD_QUERIES);
-        m.k = head_map(a->cuda, &k, T, shape->kv_heads, shape->batch, BWD_KEYS);
     }
     if (p.rules.query_rows) {
-        bwd8_mxfp4(a, p, m.q, p.rules.score_e4m3 ? (const void *)saved.k8 : saved.operands.k);
-    } else if (p.rules.dout_e5m2) {
+        bwd8_mxfp4(a, p, m.q, e4m3 ? (const void *)saved.k8 : saved.operands.k);
+        return;
+    }
+    m.k = e4m3 ? codes_map(a->cuda, saved.k8, T, shape->kv_heads, shape->batch, BWD_KEYS)
+               : head_map(a->cuda, &k, T, shape->kv_heads, shape->batch, BWD_KEYS);
+    if (p.rules.dout_e5m2) {
         launch<true>(a, p, m);
     } else {
         launch<false>(a, p, m);

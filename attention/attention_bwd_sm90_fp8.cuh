@@ -18,7 +18,7 @@
 #include "attention/attention_bwd_sm90.cuh"
 
 extern "C" {
-#include "attention/attention_cpu.h"
+#include "attention/attention_cuda.h"
 }
 
 enum {

@@ -5,32 +5,6 @@
 
 /* ---- products ----------------------------------------------------------------------------------------------- */
 
-/* S (64 queries x 64 keys). */
-template <bool QK8> static __device__ __forceinline__ void product_scores(float (&x)[32], uint64_t q, uint64_t k)
-{
-    typedef room<QK8, true> R;
-#pragma unroll
-    for (int i = 0; i < (QK8 ? 4 : 8); i++) {
-        if (QK8) {
-            wgmma_e4m3<64>::ss(x, operand_advance(q, i * 32), operand_advance(k, i * 32), i > 0);
-        } else {
-            wgmma_bf16<64>::ss<0, 0>(x, operand_advance(q, (i >> 2) * (R::ROWS_Q / 2) + (i & 3) * 32),
-                                     operand_advance(k, (i >> 2) * (R::ROWS_K / 2) + (i & 3) * 32), i > 0);
-        }
-    }
-    wgmma_commit();
-}
-
-/* dP (64 queries x 64 keys). */
-static __device__ __forceinline__ void product_dp(float (&x)[32], uint64_t dout, uint64_t v)
-{
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        wgmma_e4m3<64>::ss(x, operand_advance(dout, i * 32), operand_advance(v, i * 32), i > 0);
-    }
-    wgmma_commit();
-}
-
 /* sum (64 keys x 128) += x (64 keys x 64 queries) times columns of y: dV of P^T, which is E5M2, and dO; dK of dS^T and
  * Q. */
 template <bool E5M2> static __device__ __forceinline__ void accumulate(float (&sum)[64], uint64_t x, uint64_t y)
@@ -104,7 +78,7 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
     wgmma_pin(dk);
     wgmma_pin(dv);
     wgmma_fence();
-    product_scores<QK8>(x, operand_at(s.base, R::AT_Q), k_rows);
+    product_scores<R>(x, operand_at(s.base, R::AT_Q), k_rows);
     wgmma_wait<0>();
     find_scales();
 #pragma unroll 1
@@ -120,7 +94,7 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
             flush(dk, dv, y, s, s.memory + R::AT_SUMS, wg, step / FLUSH_TILES - 1);
         }
         wgmma_fence();
-        product_dp(y, operand_at(s.base, R::AT_QUERIES, stage, BWD8_QUERIES), v_rows);
+        product_dp<false>(y, operand_at(s.base, R::AT_QUERIES, stage, BWD8_QUERIES), v_rows);
         if (i > 0 && arrives) {
             mbarrier_arrive(barrier_at(s, FREED + (stage == 0 ? STAGES - 1 : stage - 1)));
         }
@@ -140,7 +114,7 @@ static __device__ __forceinline__ void compute(const struct bwd8_plan &p, const 
         wgmma_pin(x);
         wgmma_fence();
         /* After the last tile nobody looks at the scores. */
-        product_scores<QK8>(x, operand_at(s.base, R::AT_Q, r.stage, R::ROWS_Q), k_rows);
+        product_scores<R>(x, operand_at(s.base, R::AT_Q, r.stage, R::ROWS_Q), k_rows);
         wgmma_wait<1>();
         wgmma_pin(y);
         mx_ds(y, halves, r_of, dp_factor, ds);
@@ -241,7 +215,7 @@ void bwd8_mxfp4(const struct attention_bwd *a, const struct bwd8_plan &p, const 
         maps.k_two = codes_map(a->cuda, k, T, Hkv, B, 2);
         launch<true>(a, p, maps);
     } else {
-        const struct head_view view = {(bf16 *)(uintptr_t)k, Hkv * T * BWD_FEATURES, BWD_FEATURES, T * BWD_FEATURES};
+        const struct head_view view = own_view(shape, (bf16 *)(uintptr_t)k, Hkv);
         maps.k_two = head_map(a->cuda, &view, T, Hkv, B, 2);
         launch<false>(a, p, maps);
     }

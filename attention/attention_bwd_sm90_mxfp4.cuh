@@ -24,9 +24,6 @@ struct mx_line {
     uint32_t half_step;  /* a pair of halves of E2M1's step, in FP16's bits, where ptxas does not know it */
 };
 
-/* floor by the rounding of one addition, for magnitudes below 2^22. */
-#define WHOLE 0x1.8p23f
-
 /* Blocks with E - n below -23, of which the operand in E5M2 holds nothing, are coded as if it were that; above 1 is
  * only an LSE2 that does not belong to the scores. */
 #define LEAST_EXPONENT -23.0f
@@ -194,6 +191,6 @@ static struct mx_line mx_line_of(const struct attention_recipe *recipe)
 {
     const struct direct_line line = direct_line_of(recipe);
     const bool direct = recipe->p_map == P_AFFINE || recipe->p_map == P_CODE_SPACE;
-    return {recipe->mx_rule == MX_NEAREST ? 1.0f - 0x1.2b8034p-1f : -2.0f,
-            amplitude_of(recipe) - (direct ? 0.0f : 14.0f), line.slope, line.offset, 0x01000100u};
+    return {exponent_bias_of(recipe), amplitude_of(recipe) - (direct ? 0.0f : 14.0f), line.slope, line.offset,
+            0x01000100u};
 }

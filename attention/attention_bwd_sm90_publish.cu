@@ -96,7 +96,7 @@ static __device__ __forceinline__ void put_rows(const uint4 (&x)[BWD_KEYS / PUBL
 #pragma unroll
     for (int i = 0; i < BWD_KEYS / PUBLISH_ROWS; i++) {
         const int row = i * PUBLISH_ROWS + threadIdx.x / 16;
-        const int place = ORDER == BLOCKED ? (row & 65) | (row & 14) << 2 | (row >> 3 & 6) : row;
+        const int place = ORDER == BLOCKED ? blocked_row(row) : row;
         __stcs(reinterpret_cast<uint2 *>(to + swizzle_128(place, (threadIdx.x & 15) * 8)),
                only_if(row < left, encode8(x[i], lift)));
     }

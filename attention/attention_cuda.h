@@ -43,6 +43,14 @@ struct head_tensor {
     int64_t batch, tokens, heads, head_dim;
 };
 
+/* A contiguous (B, heads, T, D) tensor. */
+static inline struct head_view own_view(const struct attention_shape *shape, bf16 *data, int64_t heads)
+{
+    const int64_t head = shape->tokens * shape->head_dim;
+    const struct head_view view = {data, heads * head, shape->head_dim, head};
+    return view;
+}
+
 /* What is known of one (batch, head). Written by attention_measure_cuda; maxima and integer counts only, so the order
  * of the atomics does not matter. */
 struct head_facts {

@@ -55,13 +55,6 @@ static struct operand view_operand(const struct head_view *view)
     return {view->data, view->batch_stride, view->head_stride, view->token_stride};
 }
 
-/* (B, heads, T, D) contiguous. */
-static struct head_view own_view(const struct attention_shape *shape, bf16 *data, int64_t heads)
-{
-    const int64_t size = shape->tokens * shape->head_dim;
-    return {data, heads * size, shape->head_dim, size};
-}
-
 /* The operands of the scores; K may lose its mean first. */
 static void publish_scores_of(const struct attention_fwd *a, const struct fwd_scratch *s,
                               const struct attention_saved *saved, struct fwd_call *f)

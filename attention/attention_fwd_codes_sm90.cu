@@ -284,7 +284,7 @@ static __global__ void __launch_bounds__(codes_kernel<KIND, SCORES8>::layout::TH
 static struct mx_rule mx_rule_of(const struct attention_recipe *recipe)
 {
     struct mx_rule rule;
-    rule.bias = recipe->mx_rule == MX_NEAREST ? 1.0f - 0x1.2b8034p-1f : -2.0f;
+    rule.bias = exponent_bias_of(recipe);
     rule.amplitude = amplitude_of(recipe);
     rule.line = direct_line_of(recipe);
     rule.ones = 0x3c003c00u;

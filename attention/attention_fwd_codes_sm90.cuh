@@ -22,11 +22,6 @@ struct mx_rule {
     uint32_t ones; /* a pair of 1 in FP16 that ptxas cannot take for a constant */
 };
 
-/* floor and ceil by the rounding of one addition, for magnitudes below 2^22 (the dedicated instruction has only the
- * throughput of ex2): floor(x) = __fadd_rd(x, WHOLE) - WHOLE. Differences of such sums are differences of their bits.
- */
-#define WHOLE 0x1.8p23f
-
 /* What a thread keeps of its two rows: the running integer anchors, plus WHOLE, and the factors that rescale earlier
  * sums to them. MXFP4's anchor is the largest block exponent so far. */
 struct code_rows {

@@ -116,12 +116,6 @@ size_t attention_fwd_scratch_bytes_sm90(const struct attention_shape *shape, con
 
 /* ---- operands ---------------------------------------------------------------------------------------------- */
 
-/* (B, heads, T, D) contiguous. */
-static struct head_view own_view(const struct attention_shape *s, bf16 *data, int64_t heads)
-{
-    return (struct head_view){data, heads * s->tokens * s->head_dim, s->head_dim, s->tokens * s->head_dim};
-}
-
 static struct head_view centred_view(const struct attention_fwd *a, bf16 *own)
 {
     const struct attention_shape *s = &a->shape;

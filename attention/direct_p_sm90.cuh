@@ -40,6 +40,13 @@ static inline float amplitude_of(const struct attention_recipe *recipe)
     return recipe->mx_rule == MX_NEAREST ? 0x1.4ae00ep+1f : 0.0f; /* fl32(log2 6) */
 }
 
+/* A block's exponent is floor(max + this): to the nearest power of two (log2 1.5 is where the next one is nearer), or
+ * OCP's. */
+static inline float exponent_bias_of(const struct attention_recipe *recipe)
+{
+    return recipe->mx_rule == MX_NEAREST ? 1.0f - 0x1.2b8034p-1f : -2.0f;
+}
+
 /* The line of a recipe's map, slope and offset on x; affine times 2^-14. */
 struct direct_line {
     float slope, offset;
