@@ -59,10 +59,7 @@ static void test_bits_of_a_resumed_run(void **state)
 {
     struct program *p = *state;
     needs_two_gpus();
-    EXITS(0, p,
-          program_shell(p, "mkdir -p {}/cut/checkpoints && cp -r {}/plain/checkpoints/step_00000010 "
-                           "{}/cut/checkpoints/ && head -n 12 {}/plain/metrics.jsonl > {}/cut/metrics.jsonl && head -n "
-                           "24 {}/plain/layers.jsonl > {}/cut/layers.jsonl"));
+    cut_run(p, "plain", "cut", 10, 12, 24);
     EXITS(0, p, program_train(p, 2, "--device.kind=cuda --run.out={}/cut %s", plain));
     program_expect(p, "update 11 of 20 is next");
     assert_same_end(p, "plain", "cut", UPDATES);

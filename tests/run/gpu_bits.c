@@ -34,10 +34,7 @@ static void test_what_changes_no_bit(void **state)
 static void test_resumed_run_is_the_straight_run(void **state)
 {
     struct program *p = *state;
-    EXITS(0, p,
-          program_shell(p, "mkdir -p {}/cut/checkpoints && cp -r {}/straight/checkpoints/step_00000010 "
-                           "{}/cut/checkpoints/ && head -n 12 {}/straight/metrics.jsonl > {}/cut/metrics.jsonl && head "
-                           "-n 24 {}/straight/layers.jsonl > {}/cut/layers.jsonl"));
+    cut_run(p, "straight", "cut", 10, 12, 24);
     EXITS(0, p, program_train(p, 1, "--device.kind=cuda --run.out={}/cut %s", plain));
     program_expect(p, "update 11 of 20 is next");
     assert_same_end(p, "straight", "cut", UPDATES);

@@ -307,6 +307,16 @@ void assert_same_metrics(const struct program *p, const char *a, const char *b, 
     json_decref(rb);
 }
 
+void cut_run(struct program *p, const char *whole, const char *cut, int update, int rows, int layer_rows)
+{
+    EXITS(0, p,
+          program_shell(p,
+                        "mkdir -p {}/%s/checkpoints && cp -r {}/%s/checkpoints/step_%08d {}/%s/checkpoints/ && "
+                        "head -n %d {}/%s/metrics.jsonl > {}/%s/metrics.jsonl && "
+                        "head -n %d {}/%s/layers.jsonl > {}/%s/layers.jsonl",
+                        cut, whole, update, cut, rows, whole, cut, layer_rows, whole, cut));
+}
+
 void assert_same_end(const struct program *p, const char *a, const char *b, int updates)
 {
     static const char *const files[] = {"model.safetensors", "train_state/optimizer.safetensors"};

@@ -55,6 +55,10 @@ void assert_same_file(const struct program *p, const char *a, const char *b);
 /* metrics.jsonl or layers.jsonl of two runs: equal rows from update `first` on, columns of time and memory aside. */
 void assert_same_metrics(const struct program *p, const char *a, const char *b, const char *name, int first);
 
+/* Makes the folder `cut` as if run `whole` had been cut there: its checkpoint of `update`, and so many rows of metrics
+ * and layers. */
+void cut_run(struct program *p, const char *whole, const char *cut, int update, int rows, int layer_rows);
+
 /* Two runs have the same rows of metrics and layers, and equal weights and moments in the checkpoint after `updates`.
  */
 void assert_same_end(const struct program *p, const char *a, const char *b, int updates);

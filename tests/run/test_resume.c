@@ -10,13 +10,8 @@ static const char state_file[] = "checkpoints/step_00000010/train_state/optimize
 /* Gives run `b` the checkpoint that run `a` made at update 5, as if it had been cut there; its metrics go on to 7. */
 static void cut_at_5(struct program *p, const char *a, const char *b)
 {
-    EXITS(0, p,
-          program_shell(p,
-                        "mkdir -p {}/%s/checkpoints && cp -r {}/%s/checkpoints/step_00000005 "
-                        "{}/%s/checkpoints/ && head -n 7 {}/%s/metrics.jsonl > {}/%s/metrics.jsonl && head -n "
-                        "15 {}/%s/layers.jsonl > {}/%s/layers.jsonl && printf '{\"step\": 8, \"lo' >> "
-                        "{}/%s/metrics.jsonl",
-                        b, a, b, a, b, a, b, b));
+    cut_run(p, a, b, 5, 7, 15);
+    EXITS(0, p, program_shell(p, "printf '{\"step\": 8, \"lo' >> {}/%s/metrics.jsonl", b));
 }
 
 static void check_resume(struct program *p, const char *name, int ranks, const char *options)
